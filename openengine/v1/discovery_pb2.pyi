@@ -28,19 +28,28 @@ class _EngineRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineRole
     DESCRIPTOR: _descriptor.EnumDescriptor
     ENGINE_ROLE_UNSPECIFIED: _EngineRole.ValueType  # 0
     ENGINE_ROLE_AGGREGATED: _EngineRole.ValueType  # 1
+    """Prefill and decode."""
     ENGINE_ROLE_PREFILL: _EngineRole.ValueType  # 2
+    """Prefill only; answers with a KV session."""
     ENGINE_ROLE_DECODE: _EngineRole.ValueType  # 3
+    """Decode only; needs a KV session."""
 
-class EngineRole(_EngineRole, metaclass=_EngineRoleEnumTypeWrapper): ...
+class EngineRole(_EngineRole, metaclass=_EngineRoleEnumTypeWrapper):
+    """Which part of an inference this engine does. A request that does not fit is refused before acceptance."""
 
 ENGINE_ROLE_UNSPECIFIED: EngineRole.ValueType  # 0
 ENGINE_ROLE_AGGREGATED: EngineRole.ValueType  # 1
+"""Prefill and decode."""
 ENGINE_ROLE_PREFILL: EngineRole.ValueType  # 2
+"""Prefill only; answers with a KV session."""
 ENGINE_ROLE_DECODE: EngineRole.ValueType  # 3
+"""Decode only; needs a KV session."""
 Global___EngineRole: _TypeAlias = EngineRole  # noqa: Y015
 
 @_typing.final
 class GetEngineInfoRequest(_message.Message):
+    """Asks what engine this is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -56,6 +65,8 @@ Global___GetEngineInfoRequest: _TypeAlias = GetEngineInfoRequest  # noqa: Y015
 
 @_typing.final
 class EngineInfo(_message.Message):
+    """Identity of the engine and the revision of the contract it implements."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_NAME_FIELD_NUMBER: _builtins.int
@@ -69,14 +80,20 @@ class EngineInfo(_message.Message):
     MINIMUM_CLIENT_REVISION_FIELD_NUMBER: _builtins.int
     SCHEMA_RELEASE_FIELD_NUMBER: _builtins.int
     engine_name: _builtins.str
+    """For example vllm, sglang, tensorrt_llm."""
     engine_version: _builtins.str
     role: Global___EngineRole.ValueType
     instance_id: _builtins.str
     schema_revision: _builtins.int
+    """Revision of this contract that the server implements; never zero."""
     minimum_client_revision: _builtins.int
+    """Oldest client revision served. An older client must not go on."""
     schema_release: _builtins.str
+    """Immutable tag that contains the revision; never a branch."""
     @_builtins.property
-    def supported_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def supported_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names that GetModelInfo and requests accept."""
+
     @_builtins.property
     def parallelism(self) -> Global___ParallelismInfo: ...
     @_builtins.property
@@ -105,6 +122,8 @@ Global___EngineInfo: _TypeAlias = EngineInfo  # noqa: Y015
 
 @_typing.final
 class ParallelismInfo(_message.Message):
+    """How the model is spread over devices. An absent scalar is unknown."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
@@ -116,7 +135,9 @@ class ParallelismInfo(_message.Message):
     pipeline_parallel_size: _builtins.int
     data_parallel_size: _builtins.int
     data_parallel_rank: _builtins.int
+    """Rank of this engine."""
     data_parallel_start_rank: _builtins.int
+    """First of the ranks behind this server."""
     def __init__(
         self,
         *,

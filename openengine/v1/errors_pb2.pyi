@@ -38,7 +38,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_DRAINING: _ErrorCode.ValueType  # 11
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 12
 
-class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
+class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
+    """What went wrong, independent of the engine."""
 
 ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 ERROR_CODE_INVALID_ARGUMENT: ErrorCode.ValueType  # 1
@@ -57,6 +58,10 @@ Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final
 class EngineError(_message.Message):
+    """Failure of an operation after the server accepted it. Always the last message of its stream.
+    A failure before acceptance, or of a unary RPC, is a gRPC status instead.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CODE_FIELD_NUMBER: _builtins.int
@@ -66,10 +71,15 @@ class EngineError(_message.Message):
     DETAILS_FIELD_NUMBER: _builtins.int
     code: Global___ErrorCode.ValueType
     message: _builtins.str
+    """For people; programs look at `code` and `details`."""
     retryable: _builtins.bool
+    """The same operation, sent again unchanged, may succeed."""
     retry_after_ms: _builtins.int
+    """Shortest advised wait in milliseconds. Zero: at once. Set only together with `retryable`."""
     @_builtins.property
-    def details(self) -> _struct_pb2.Struct: ...
+    def details(self) -> _struct_pb2.Struct:
+        """For programs. Keys of a single engine carry that engine's name as a prefix."""
+
     def __init__(
         self,
         *,

@@ -33,7 +33,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
 
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why an output is complete. A failure is an EngineError, not a reason."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
@@ -43,6 +44,8 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """Continue a prompt. An absent optional scalar means the engine's default; zero and false are values."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -79,10 +82,13 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required. One namespace with the task requests."""
     model: _builtins.str
     prompt: _builtins.str
     lora_name: _builtins.str
+    """Loaded adapter to use. Empty: the base model."""
     priority: _builtins.int
+    """A larger value is served earlier."""
     @_builtins.property
     def token_ids(self) -> _inputs_pb2.TokenIds: ...
     @_builtins.property
@@ -96,7 +102,9 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def guided(self) -> Global___GuidedDecoding: ...
     @_builtins.property
-    def media(self) -> _containers.RepeatedCompositeFieldContainer[_inputs_pb2.MediaItem]: ...
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_inputs_pb2.MediaItem]:
+        """In the order of their placeholders in the prompt."""
+
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -133,6 +141,8 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
+    """How the next token is drawn."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
@@ -153,6 +163,7 @@ class SamplingParams(_message.Message):
     repetition_penalty: _builtins.float
     seed: _builtins.int
     num_sequences: _builtins.int
+    """Outputs for this prompt, at least one. Absent: one."""
     def __init__(
         self,
         *,
@@ -211,6 +222,8 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class StoppingOptions(_message.Message):
+    """When an output ends."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
@@ -222,8 +235,11 @@ class StoppingOptions(_message.Message):
     min_tokens: _builtins.int
     ignore_eos: _builtins.bool
     include_stop_in_output: _builtins.bool
+    """Leave the caller's stop token or text, once matched, in the output."""
     @_builtins.property
-    def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___StopCondition]: ...
+    def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___StopCondition]:
+        """The first to match ends the output."""
+
     def __init__(
         self,
         *,
@@ -258,6 +274,8 @@ Global___StoppingOptions: _TypeAlias = StoppingOptions  # noqa: Y015
 
 @_typing.final
 class StopCondition(_message.Message):
+    """One reason of the caller to stop."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STOP_TEXT_FIELD_NUMBER: _builtins.int
@@ -282,6 +300,8 @@ Global___StopCondition: _TypeAlias = StopCondition  # noqa: Y015
 
 @_typing.final
 class ResponseOptions(_message.Message):
+    """What is returned beside tokens and text."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RETURN_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -292,6 +312,7 @@ class ResponseOptions(_message.Message):
     return_prompt_logprobs: _builtins.bool
     return_output_logprobs: _builtins.bool
     prompt_logprob_start: _builtins.int
+    """First prompt position to report."""
     @_builtins.property
     def prompt_candidates(self) -> Global___CandidateTokenSelection: ...
     @_builtins.property
@@ -326,16 +347,23 @@ Global___ResponseOptions: _TypeAlias = ResponseOptions  # noqa: Y015
 
 @_typing.final
 class CandidateTokenSelection(_message.Message):
+    """Which tokens of the vocabulary are scored at each position."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOP_N_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     top_n: _builtins.int
+    """This many of the likeliest."""
     @_builtins.property
-    def token_ids(self) -> _inputs_pb2.TokenIds: ...
+    def token_ids(self) -> _inputs_pb2.TokenIds:
+        """Exactly these."""
+
     @_builtins.property
-    def all(self) -> Global___AllCandidates: ...
+    def all(self) -> Global___AllCandidates:
+        """The whole vocabulary."""
+
     def __init__(
         self,
         *,
@@ -355,6 +383,8 @@ Global___CandidateTokenSelection: _TypeAlias = CandidateTokenSelection  # noqa: 
 
 @_typing.final
 class AllCandidates(_message.Message):
+    """Marks the choice of all candidates."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -370,6 +400,8 @@ Global___AllCandidates: _TypeAlias = AllCandidates  # noqa: Y015
 
 @_typing.final
 class KvOptions(_message.Message):
+    """KV cache of this request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
@@ -377,10 +409,15 @@ class KvOptions(_message.Message):
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     data_parallel_rank: _builtins.int
+    """Rank that is to serve the request."""
     bypass_prefix_cache: _builtins.bool
+    """Reuse no cached prefix. New blocks may still be cached."""
     cache_salt: _builtins.str
+    """Only requests with the same salt share cached prefixes."""
     @_builtins.property
-    def session(self) -> _kv_pb2.KvSessionRef: ...
+    def session(self) -> _kv_pb2.KvSessionRef:
+        """State to attach to, on a decode engine."""
+
     def __init__(
         self,
         *,
@@ -410,6 +447,8 @@ Global___KvOptions: _TypeAlias = KvOptions  # noqa: Y015
 
 @_typing.final
 class GuidedDecoding(_message.Message):
+    """Form the output must have."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
@@ -424,6 +463,7 @@ class GuidedDecoding(_message.Message):
     ebnf_grammar: _builtins.str
     structural_tag: _builtins.str
     backend: _builtins.str
+    """Grammar library to use. Empty: the engine's choice."""
     @_builtins.property
     def choice(self) -> Global___ChoiceConstraint: ...
     @_builtins.property
@@ -451,6 +491,8 @@ Global___GuidedDecoding: _TypeAlias = GuidedDecoding  # noqa: Y015
 
 @_typing.final
 class ChoiceConstraint(_message.Message):
+    """Output is one of these strings."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICES_FIELD_NUMBER: _builtins.int
@@ -471,6 +513,8 @@ Global___ChoiceConstraint: _TypeAlias = ChoiceConstraint  # noqa: Y015
 
 @_typing.final
 class JsonObjectConstraint(_message.Message):
+    """Output is some JSON object."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -486,6 +530,8 @@ Global___JsonObjectConstraint: _TypeAlias = JsonObjectConstraint  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """One event of a generation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -497,17 +543,27 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     @_builtins.property
-    def prompt(self) -> Global___PromptOutput: ...
+    def prompt(self) -> Global___PromptOutput:
+        """At most once, and only when asked for."""
+
     @_builtins.property
     def token(self) -> Global___TokenOutput: ...
     @_builtins.property
-    def prefill_ready(self) -> Global___PrefillReady: ...
+    def prefill_ready(self) -> Global___PrefillReady:
+        """Ends a prefill request."""
+
     @_builtins.property
-    def finished(self) -> Global___GenerationFinished: ...
+    def finished(self) -> Global___GenerationFinished:
+        """Ends one output; the last one ends the stream."""
+
     @_builtins.property
-    def error(self) -> _errors_pb2.EngineError: ...
+    def error(self) -> _errors_pb2.EngineError:
+        """Ends the stream and with it every output."""
+
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """Sum over all outputs; on the last response only."""
+
     def __init__(
         self,
         *,
@@ -531,6 +587,8 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class PromptOutput(_message.Message):
+    """Scores of the prompt. The first token has neither logprob, rank nor candidates."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
@@ -551,12 +609,15 @@ Global___PromptOutput: _TypeAlias = PromptOutput  # noqa: Y015
 
 @_typing.final
 class TokenOutput(_message.Message):
+    """What one output gained since its previous event."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     output_index: _builtins.int
+    """Always present, from 0 to num_sequences - 1."""
     text: _builtins.str
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenInfo]: ...
@@ -579,6 +640,8 @@ Global___TokenOutput: _TypeAlias = TokenOutput  # noqa: Y015
 
 @_typing.final
 class TokenInfo(_message.Message):
+    """One token of a prompt or an output."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
@@ -589,7 +652,9 @@ class TokenInfo(_message.Message):
     token_id: _builtins.int
     token: _builtins.str
     logprob: _builtins.float
+    """Natural logarithm of its probability."""
     rank: _builtins.int
+    """Place among all tokens ordered by probability."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogProb]: ...
     def __init__(
@@ -618,6 +683,8 @@ Global___TokenInfo: _TypeAlias = TokenInfo  # noqa: Y015
 
 @_typing.final
 class LogProb(_message.Message):
+    """One candidate for a position."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
@@ -648,6 +715,8 @@ Global___LogProb: _TypeAlias = LogProb  # noqa: Y015
 
 @_typing.final
 class PrefillReady(_message.Message):
+    """The prompt is computed; a decode engine may attach."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KV_SESSION_FIELD_NUMBER: _builtins.int
@@ -668,6 +737,8 @@ Global___PrefillReady: _TypeAlias = PrefillReady  # noqa: Y015
 
 @_typing.final
 class GenerationFinished(_message.Message):
+    """An output is complete; nothing follows for its index."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
@@ -675,10 +746,13 @@ class GenerationFinished(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     STOP_MATCH_FIELD_NUMBER: _builtins.int
     output_index: _builtins.int
+    """Always present, from 0 to num_sequences - 1."""
     reason: Global___FinishReason.ValueType
     message: _builtins.str
     @_builtins.property
-    def stop_match(self) -> Global___StopMatch: ...
+    def stop_match(self) -> Global___StopMatch:
+        """Set when the reason is STOP."""
+
     def __init__(
         self,
         *,
@@ -699,14 +773,19 @@ Global___GenerationFinished: _TypeAlias = GenerationFinished  # noqa: Y015
 
 @_typing.final
 class StopMatch(_message.Message):
+    """What made an output stop."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     STOP_TEXT_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     stop_token_id: _builtins.int
+    """Of the caller."""
     stop_text: _builtins.str
+    """Of the caller."""
     eos_token_id: _builtins.int
+    """Of the model."""
     def __init__(
         self,
         *,
@@ -726,6 +805,8 @@ Global___StopMatch: _TypeAlias = StopMatch  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Tokens of a whole request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -737,7 +818,9 @@ class Usage(_message.Message):
     completion_tokens: _builtins.int
     total_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
+    """Part of `prompt_tokens`."""
     reasoning_tokens: _builtins.int
+    """Part of `completion_tokens`."""
     def __init__(
         self,
         *,

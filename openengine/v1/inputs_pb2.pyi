@@ -26,13 +26,16 @@ class _Modality:
 class _ModalityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Modality.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     MODALITY_UNSPECIFIED: _Modality.ValueType  # 0
+    """Read as an image."""
     MODALITY_IMAGE: _Modality.ValueType  # 1
     MODALITY_VIDEO: _Modality.ValueType  # 2
     MODALITY_AUDIO: _Modality.ValueType  # 3
 
-class Modality(_Modality, metaclass=_ModalityEnumTypeWrapper): ...
+class Modality(_Modality, metaclass=_ModalityEnumTypeWrapper):
+    """Kind of a media item."""
 
 MODALITY_UNSPECIFIED: Modality.ValueType  # 0
+"""Read as an image."""
 MODALITY_IMAGE: Modality.ValueType  # 1
 MODALITY_VIDEO: Modality.ValueType  # 2
 MODALITY_AUDIO: Modality.ValueType  # 3
@@ -40,6 +43,8 @@ Global___Modality: _TypeAlias = Modality  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
+    """A prompt, or a set of candidates, as ids of the model's vocabulary."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
@@ -60,6 +65,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class MediaItem(_message.Message):
+    """One image, video or audio input. The engine fetches, decodes and preprocesses it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODALITY_FIELD_NUMBER: _builtins.int
@@ -70,10 +77,15 @@ class MediaItem(_message.Message):
     UUID_FIELD_NUMBER: _builtins.int
     modality: Global___Modality.ValueType
     url: _builtins.str
+    """http or https."""
     data_uri: _builtins.str
+    """`data:` URI with a base64 body."""
     raw_bytes: _builtins.bytes
+    """Undecoded file content."""
     mime_type: _builtins.str
+    """Hint for decoding `raw_bytes`."""
     uuid: _builtins.str
+    """Caller's id or hash of the content, for caches."""
     def __init__(
         self,
         *,

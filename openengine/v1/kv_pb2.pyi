@@ -33,7 +33,8 @@ class _StorageMediumEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Storage
     STORAGE_MEDIUM_DISK: _StorageMedium.ValueType  # 3
     STORAGE_MEDIUM_EXTERNAL: _StorageMedium.ValueType  # 4
 
-class StorageMedium(_StorageMedium, metaclass=_StorageMediumEnumTypeWrapper): ...
+class StorageMedium(_StorageMedium, metaclass=_StorageMediumEnumTypeWrapper):
+    """Where a block is stored."""
 
 STORAGE_MEDIUM_UNSPECIFIED: StorageMedium.ValueType  # 0
 STORAGE_MEDIUM_GPU: StorageMedium.ValueType  # 1
@@ -44,6 +45,8 @@ Global___StorageMedium: _TypeAlias = StorageMedium  # noqa: Y015
 
 @_typing.final
 class KvSessionRef(_message.Message):
+    """KV state that a prefill engine holds for a decode engine. The prefill engine owns its lifetime."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
@@ -54,10 +57,13 @@ class KvSessionRef(_message.Message):
     session_id: _builtins.str
     transfer_backend: _builtins.str
     dp_rank: _builtins.int
+    """Data-parallel rank that holds the state."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]: ...
     @_builtins.property
-    def attributes_struct(self) -> _struct_pb2.Struct: ...
+    def attributes_struct(self) -> _struct_pb2.Struct:
+        """Transfer parameters of the backend. Numbers are doubles: integers above 2^53 travel as strings."""
+
     def __init__(
         self,
         *,
@@ -77,6 +83,8 @@ Global___KvSessionRef: _TypeAlias = KvSessionRef  # noqa: Y015
 
 @_typing.final
 class KvEndpoint(_message.Message):
+    """Address another process can connect to."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HOST_FIELD_NUMBER: _builtins.int
@@ -85,6 +93,7 @@ class KvEndpoint(_message.Message):
     host: _builtins.str
     port: _builtins.int
     protocol: _builtins.str
+    """For example grpc, nixl, ucx, tcp, shm."""
     def __init__(
         self,
         *,
@@ -102,6 +111,8 @@ Global___KvEndpoint: _TypeAlias = KvEndpoint  # noqa: Y015
 
 @_typing.final
 class GetKvConnectorInfoRequest(_message.Message):
+    """Asks how this engine moves KV state."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -117,6 +128,8 @@ Global___GetKvConnectorInfoRequest: _TypeAlias = GetKvConnectorInfoRequest  # no
 
 @_typing.final
 class KvConnectorInfo(_message.Message):
+    """How this engine moves KV state. An absent scalar is unknown."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENABLED_FIELD_NUMBER: _builtins.int
@@ -185,11 +198,15 @@ Global___KvConnectorInfo: _TypeAlias = KvConnectorInfo  # noqa: Y015
 
 @_typing.final
 class GetKvEventSourcesRequest(_message.Message):
+    """Asks where the engine publishes KV events itself."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_PARALLEL_RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def data_parallel_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def data_parallel_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ranks of interest. Empty: all."""
+
     def __init__(
         self,
         *,
@@ -205,6 +222,8 @@ Global___GetKvEventSourcesRequest: _TypeAlias = GetKvEventSourcesRequest  # noqa
 
 @_typing.final
 class GetKvEventSourcesResponse(_message.Message):
+    """The engine's own KV event publishers."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCES_FIELD_NUMBER: _builtins.int
@@ -225,6 +244,8 @@ Global___GetKvEventSourcesResponse: _TypeAlias = GetKvEventSourcesResponse  # no
 
 @_typing.final
 class KvEventSource(_message.Message):
+    """One KV event publisher."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSPORT_FIELD_NUMBER: _builtins.int
@@ -238,16 +259,24 @@ class KvEventSource(_message.Message):
     HWM_FIELD_NUMBER: _builtins.int
     MAX_QUEUE_SIZE_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
+    """grpc or zmq."""
     topic: _builtins.str
     replay_endpoint: _builtins.str
+    """Where missed batches can be asked for again, for ZMQ. Empty: nowhere."""
     data_parallel_rank: _builtins.int
     encoding: _builtins.str
+    """protobuf or msgpack."""
     schema_version: _builtins.int
     buffer_steps: _builtins.int
+    """Batches kept for replay."""
     hwm: _builtins.int
+    """High-water mark of the socket, in messages."""
     max_queue_size: _builtins.int
+    """Longest queue of batches not yet sent."""
     @_builtins.property
-    def endpoint_addr(self) -> Global___KvEndpoint: ...
+    def endpoint_addr(self) -> Global___KvEndpoint:
+        """Routable address; never a wildcard to bind to."""
+
     def __init__(
         self,
         *,
@@ -291,15 +320,21 @@ Global___KvEventSource: _TypeAlias = KvEventSource  # noqa: Y015
 
 @_typing.final
 class SubscribeKvEventsRequest(_message.Message):
+    """Opens a stream of KV event batches."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_PARALLEL_RANKS_FIELD_NUMBER: _builtins.int
     INCLUDE_SNAPSHOT_FIELD_NUMBER: _builtins.int
     START_SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
     include_snapshot: _builtins.bool
+    """Begin with the blocks that are stored at present."""
     start_sequence_number: _builtins.int
+    """First sequence number to replay."""
     @_builtins.property
-    def data_parallel_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def data_parallel_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ranks of interest. Empty: all."""
+
     def __init__(
         self,
         *,
@@ -317,6 +352,8 @@ Global___SubscribeKvEventsRequest: _TypeAlias = SubscribeKvEventsRequest  # noqa
 
 @_typing.final
 class SubscribeKvEventsResponse(_message.Message):
+    """Next batch, or the failure that ends the subscription."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
@@ -343,6 +380,8 @@ Global___SubscribeKvEventsResponse: _TypeAlias = SubscribeKvEventsResponse  # no
 
 @_typing.final
 class KvEventBatch(_message.Message):
+    """Events of one rank that belong together."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
@@ -350,7 +389,9 @@ class KvEventBatch(_message.Message):
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
+    """Grows with every batch of a rank."""
     timestamp_unix_nanos: _builtins.int
+    """Nanoseconds since the Unix epoch."""
     data_parallel_rank: _builtins.int
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]: ...
@@ -372,6 +413,8 @@ Global___KvEventBatch: _TypeAlias = KvEventBatch  # noqa: Y015
 
 @_typing.final
 class KvEvent(_message.Message):
+    """One change of the prefix cache."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -380,8 +423,11 @@ class KvEvent(_message.Message):
     BLOCK_REMOVED_FIELD_NUMBER: _builtins.int
     ALL_BLOCKS_CLEARED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Request that caused the change, where known."""
     @_builtins.property
-    def kv_session(self) -> Global___KvSessionRef: ...
+    def kv_session(self) -> Global___KvSessionRef:
+        """Session that the blocks belong to, where there is one."""
+
     @_builtins.property
     def block_stored(self) -> Global___BlockStored: ...
     @_builtins.property
@@ -409,6 +455,8 @@ Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
 
 @_typing.final
 class BlockStored(_message.Message):
+    """Consecutive blocks entered the cache."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
@@ -423,20 +471,30 @@ class BlockStored(_message.Message):
     KV_CACHE_SPEC_KIND_FIELD_NUMBER: _builtins.int
     KV_CACHE_SPEC_SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
+    """Tokens in a block."""
     lora_id: _builtins.int
     lora_name: _builtins.str
     medium: Global___StorageMedium.ValueType
     group_idx: _builtins.int
+    """KV cache group, for models with several."""
     kv_cache_spec_kind: _builtins.str
+    """Kind of attention the group caches for."""
     kv_cache_spec_sliding_window: _builtins.int
+    """Tokens in the attention window of the group."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlockHash]: ...
     @_builtins.property
-    def parent_block_hash(self) -> Global___KvBlockHash: ...
+    def parent_block_hash(self) -> Global___KvBlockHash:
+        """Block before the first one. Absent: they begin a sequence."""
+
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of all the blocks, in order."""
+
     @_builtins.property
-    def extra_keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpaqueKeyTuple]: ...
+    def extra_keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpaqueKeyTuple]:
+        """What vLLM mixes into the key of each block beside its tokens."""
+
     def __init__(
         self,
         *,
@@ -462,6 +520,8 @@ Global___BlockStored: _TypeAlias = BlockStored  # noqa: Y015
 
 @_typing.final
 class BlockRemoved(_message.Message):
+    """Blocks left the cache."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
@@ -488,6 +548,8 @@ Global___BlockRemoved: _TypeAlias = BlockRemoved  # noqa: Y015
 
 @_typing.final
 class AllBlocksCleared(_message.Message):
+    """The cache of the rank is empty."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -503,12 +565,15 @@ Global___AllBlocksCleared: _TypeAlias = AllBlocksCleared  # noqa: Y015
 
 @_typing.final
 class KvBlockHash(_message.Message):
+    """Name of a block, as the engine gives it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUE_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
     value: _builtins.bytes
     encoding: _builtins.str
+    """How `value` is to be read: int64, string, bytes or engine_specific."""
     def __init__(
         self,
         *,
@@ -525,6 +590,8 @@ Global___KvBlockHash: _TypeAlias = KvBlockHash  # noqa: Y015
 
 @_typing.final
 class OpaqueKeyTuple(_message.Message):
+    """Parts of a block key that only the engine understands."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: _builtins.int

@@ -35,7 +35,8 @@ class _HealthStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HealthSta
     HEALTH_STATE_DRAINING: _HealthState.ValueType  # 4
     HEALTH_STATE_NOT_READY: _HealthState.ValueType  # 5
 
-class HealthState(_HealthState, metaclass=_HealthStateEnumTypeWrapper): ...
+class HealthState(_HealthState, metaclass=_HealthStateEnumTypeWrapper):
+    """State of the engine or of one check."""
 
 HEALTH_STATE_UNSPECIFIED: HealthState.ValueType  # 0
 HEALTH_STATE_STARTING: HealthState.ValueType  # 1
@@ -55,7 +56,8 @@ class _AbortStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AbortStat
     ABORT_STATUS_ABORTED: _AbortStatus.ValueType  # 1
     ABORT_STATUS_ALREADY_FINISHED: _AbortStatus.ValueType  # 2
 
-class AbortStatus(_AbortStatus, metaclass=_AbortStatusEnumTypeWrapper): ...
+class AbortStatus(_AbortStatus, metaclass=_AbortStatusEnumTypeWrapper):
+    """What the abort found; both are successes."""
 
 ABORT_STATUS_UNSPECIFIED: AbortStatus.ValueType  # 0
 ABORT_STATUS_ABORTED: AbortStatus.ValueType  # 1
@@ -73,7 +75,8 @@ class _DrainStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrainState
     DRAIN_STATE_IN_PROGRESS: _DrainState.ValueType  # 2
     DRAIN_STATE_COMPLETE: _DrainState.ValueType  # 3
 
-class DrainState(_DrainState, metaclass=_DrainStateEnumTypeWrapper): ...
+class DrainState(_DrainState, metaclass=_DrainStateEnumTypeWrapper):
+    """Phase of a drain. A failure is an EngineError, not a phase."""
 
 DRAIN_STATE_UNSPECIFIED: DrainState.ValueType  # 0
 DRAIN_STATE_STARTED: DrainState.ValueType  # 1
@@ -83,14 +86,19 @@ Global___DrainState: _TypeAlias = DrainState  # noqa: Y015
 
 @_typing.final
 class HealthRequest(_message.Message):
+    """Asks whether the engine can serve."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INCLUDE_INFERENCE_PROBE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     include_inference_probe: _builtins.bool
+    """Also run a minimal inference that fits the role, and report it as a check."""
     model: _builtins.str
+    """Model to probe. Empty: the default one."""
     role: _discovery_pb2.EngineRole.ValueType
+    """Role the caller expects. UNSPECIFIED: any."""
     def __init__(
         self,
         *,
@@ -108,6 +116,8 @@ Global___HealthRequest: _TypeAlias = HealthRequest  # noqa: Y015
 
 @_typing.final
 class HealthResponse(_message.Message):
+    """Overall state and the checks behind it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
@@ -131,12 +141,15 @@ Global___HealthResponse: _TypeAlias = HealthResponse  # noqa: Y015
 
 @_typing.final
 class HealthCheck(_message.Message):
+    """Result of one check."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """grpc, scheduler, model, kv_connector, role or inference_probe."""
     state: Global___HealthState.ValueType
     message: _builtins.str
     def __init__(
@@ -156,6 +169,8 @@ Global___HealthCheck: _TypeAlias = HealthCheck  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
+    """Stop requests."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -185,6 +200,8 @@ Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class AllRequests(_message.Message):
+    """Marks the choice of all requests."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -200,6 +217,8 @@ Global___AllRequests: _TypeAlias = AllRequests  # noqa: Y015
 
 @_typing.final
 class AbortResponse(_message.Message):
+    """Outcome of an abort. An unknown target is the gRPC status NOT_FOUND."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
@@ -222,6 +241,8 @@ Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
+    """Let running requests end."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STOP_ACCEPTING_NEW_REQUESTS_FIELD_NUMBER: _builtins.int
@@ -229,6 +250,7 @@ class DrainRequest(_message.Message):
     ABORT_AFTER_DEADLINE_FIELD_NUMBER: _builtins.int
     stop_accepting_new_requests: _builtins.bool
     deadline_ms: _builtins.int
+    """Milliseconds. Absent: no deadline. Zero: now."""
     abort_after_deadline: _builtins.bool
     def __init__(
         self,
@@ -249,6 +271,8 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
+    """Progress of a drain. An absent count is unknown; zero means none is left."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int

@@ -20,14 +20,19 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LoraAdapter(_message.Message):
+    """A LoRA adapter. Its id and its name each stand for one path."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LORA_ID_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     SOURCE_PATH_FIELD_NUMBER: _builtins.int
     lora_id: _builtins.int
+    """Positive."""
     lora_name: _builtins.str
+    """Required."""
     source_path: _builtins.str
+    """Absolute folder on the engine's machine."""
     def __init__(
         self,
         *,
@@ -45,6 +50,8 @@ Global___LoraAdapter: _TypeAlias = LoraAdapter  # noqa: Y015
 
 @_typing.final
 class LoadLoraRequest(_message.Message):
+    """Load an adapter. Repeating it is harmless."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: _builtins.int
@@ -65,11 +72,14 @@ Global___LoadLoraRequest: _TypeAlias = LoadLoraRequest  # noqa: Y015
 
 @_typing.final
 class LoadLoraResponse(_message.Message):
+    """The adapter is ready for requests."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: _builtins.int
     ALREADY_LOADED_FIELD_NUMBER: _builtins.int
     already_loaded: _builtins.bool
+    """The very same adapter was there before."""
     @_builtins.property
     def adapter(self) -> Global___LoraAdapter: ...
     def __init__(
@@ -88,10 +98,13 @@ Global___LoadLoraResponse: _TypeAlias = LoadLoraResponse  # noqa: Y015
 
 @_typing.final
 class UnloadLoraRequest(_message.Message):
+    """Unload an adapter."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LORA_NAME_FIELD_NUMBER: _builtins.int
     lora_name: _builtins.str
+    """Required."""
     def __init__(
         self,
         *,
@@ -107,6 +120,8 @@ Global___UnloadLoraRequest: _TypeAlias = UnloadLoraRequest  # noqa: Y015
 
 @_typing.final
 class UnloadLoraResponse(_message.Message):
+    """What was unloaded."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: _builtins.int
@@ -127,6 +142,8 @@ Global___UnloadLoraResponse: _TypeAlias = UnloadLoraResponse  # noqa: Y015
 
 @_typing.final
 class ListLorasRequest(_message.Message):
+    """Asks which adapters are loaded."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -142,6 +159,8 @@ Global___ListLorasRequest: _TypeAlias = ListLorasRequest  # noqa: Y015
 
 @_typing.final
 class ListLorasResponse(_message.Message):
+    """Adapters loaded at present."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTERS_FIELD_NUMBER: _builtins.int

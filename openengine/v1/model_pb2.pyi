@@ -32,7 +32,8 @@ class _CandidateTokenSelectionModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWr
     CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS: _CandidateTokenSelectionMode.ValueType  # 2
     CANDIDATE_TOKEN_SELECTION_MODE_ALL: _CandidateTokenSelectionMode.ValueType  # 3
 
-class CandidateTokenSelectionMode(_CandidateTokenSelectionMode, metaclass=_CandidateTokenSelectionModeEnumTypeWrapper): ...
+class CandidateTokenSelectionMode(_CandidateTokenSelectionMode, metaclass=_CandidateTokenSelectionModeEnumTypeWrapper):
+    """Variants of CandidateTokenSelection."""
 
 CANDIDATE_TOKEN_SELECTION_MODE_UNSPECIFIED: CandidateTokenSelectionMode.ValueType  # 0
 CANDIDATE_TOKEN_SELECTION_MODE_TOP_N: CandidateTokenSelectionMode.ValueType  # 1
@@ -54,7 +55,8 @@ class _GuidedDecodingModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Gu
     GUIDED_DECODING_MODE_CHOICE: _GuidedDecodingMode.ValueType  # 5
     GUIDED_DECODING_MODE_JSON_OBJECT: _GuidedDecodingMode.ValueType  # 6
 
-class GuidedDecodingMode(_GuidedDecodingMode, metaclass=_GuidedDecodingModeEnumTypeWrapper): ...
+class GuidedDecodingMode(_GuidedDecodingMode, metaclass=_GuidedDecodingModeEnumTypeWrapper):
+    """Variants of GuidedDecoding."""
 
 GUIDED_DECODING_MODE_UNSPECIFIED: GuidedDecodingMode.ValueType  # 0
 GUIDED_DECODING_MODE_JSON_SCHEMA: GuidedDecodingMode.ValueType  # 1
@@ -67,10 +69,13 @@ Global___GuidedDecodingMode: _TypeAlias = GuidedDecodingMode  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):
+    """Asks what a served model can do."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Required; one of EngineInfo.supported_models."""
     def __init__(
         self,
         *,
@@ -86,6 +91,8 @@ Global___GetModelInfoRequest: _TypeAlias = GetModelInfoRequest  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
+    """Limits and abilities of a served model. An absent scalar or message is unknown."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
@@ -109,14 +116,18 @@ class ModelInfo(_message.Message):
     model_id: _builtins.str
     served_model_name: _builtins.str
     max_context_length: _builtins.int
+    """Prompt and output together, in tokens."""
     max_output_tokens: _builtins.int
     kv_block_size: _builtins.int
+    """Tokens in a KV block."""
     total_kv_blocks: _builtins.int
     max_running_requests: _builtins.int
     max_batched_tokens: _builtins.int
+    """Tokens in one step of the engine."""
     supports_text_input: _builtins.bool
     supports_token_ids_input: _builtins.bool
     supports_lora: _builtins.bool
+    """True also promises the LoRA RPCs."""
     supports_multimodal: _builtins.bool
     reasoning_parser: _builtins.str
     tool_call_parser: _builtins.str
@@ -199,6 +210,8 @@ Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
 
 @_typing.final
 class GenerationCapabilities(_message.Message):
+    """Which generation options are served, and how far."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -261,6 +274,8 @@ Global___GenerationCapabilities: _TypeAlias = GenerationCapabilities  # noqa: Y0
 
 @_typing.final
 class LogprobCapabilities(_message.Message):
+    """Log probabilities of prompt or output."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SUPPORTED_FIELD_NUMBER: _builtins.int
@@ -268,6 +283,7 @@ class LogprobCapabilities(_message.Message):
     MAX_TOP_N_FIELD_NUMBER: _builtins.int
     supported: _builtins.bool
     max_top_n: _builtins.int
+    """Largest top_n accepted."""
     @_builtins.property
     def candidate_selection_modes(self) -> _containers.RepeatedScalarFieldContainer[Global___CandidateTokenSelectionMode.ValueType]: ...
     def __init__(
@@ -294,6 +310,8 @@ Global___LogprobCapabilities: _TypeAlias = LogprobCapabilities  # noqa: Y015
 
 @_typing.final
 class GuidedDecodingCapabilities(_message.Message):
+    """Constraints on the form of an output."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SUPPORTED_FIELD_NUMBER: _builtins.int
@@ -319,6 +337,8 @@ Global___GuidedDecodingCapabilities: _TypeAlias = GuidedDecodingCapabilities  # 
 
 @_typing.final
 class TaskCapabilities(_message.Message):
+    """Tasks other than generation. An absent task is unknown. Lists never hold UNSPECIFIED; numbers are positive."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EMBED_FIELD_NUMBER: _builtins.int
@@ -347,6 +367,8 @@ Global___TaskCapabilities: _TypeAlias = TaskCapabilities  # noqa: Y015
 
 @_typing.final
 class EmbedCapabilities(_message.Message):
+    """Which embed requests are served."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SUPPORTED_FIELD_NUMBER: _builtins.int
@@ -363,8 +385,10 @@ class EmbedCapabilities(_message.Message):
     MODALITIES_FIELD_NUMBER: _builtins.int
     supported: _builtins.bool
     dimension: _builtins.int
+    """Set only when the model has one fixed native size."""
     max_batch_size: _builtins.int
     max_output_values_per_item: _builtins.int
+    """Elements of a dense tensor, listed values of a sparse one."""
     supports_priority: _builtins.bool
     supports_lora: _builtins.bool
     supports_normalization: _builtins.bool
@@ -376,7 +400,9 @@ class EmbedCapabilities(_message.Message):
     @_builtins.property
     def encodings(self) -> _containers.RepeatedScalarFieldContainer[_tasks_pb2.EmbeddingEncoding.ValueType]: ...
     @_builtins.property
-    def modalities(self) -> _containers.RepeatedScalarFieldContainer[_inputs_pb2.Modality.ValueType]: ...
+    def modalities(self) -> _containers.RepeatedScalarFieldContainer[_inputs_pb2.Modality.ValueType]:
+        """Meaningful with multimodal input only."""
+
     def __init__(
         self,
         *,
@@ -434,6 +460,8 @@ Global___EmbedCapabilities: _TypeAlias = EmbedCapabilities  # noqa: Y015
 
 @_typing.final
 class ClassifyCapabilities(_message.Message):
+    """Which classify requests are served."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SUPPORTED_FIELD_NUMBER: _builtins.int
@@ -457,7 +485,9 @@ class ClassifyCapabilities(_message.Message):
     @_builtins.property
     def semantics(self) -> _containers.RepeatedScalarFieldContainer[_tasks_pb2.TaskValueSemantics.ValueType]: ...
     @_builtins.property
-    def modalities(self) -> _containers.RepeatedScalarFieldContainer[_inputs_pb2.Modality.ValueType]: ...
+    def modalities(self) -> _containers.RepeatedScalarFieldContainer[_inputs_pb2.Modality.ValueType]:
+        """Meaningful with multimodal input only."""
+
     def __init__(
         self,
         *,
@@ -500,6 +530,8 @@ Global___ClassifyCapabilities: _TypeAlias = ClassifyCapabilities  # noqa: Y015
 
 @_typing.final
 class ScoreCapabilities(_message.Message):
+    """Which score requests are served."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SUPPORTED_FIELD_NUMBER: _builtins.int
@@ -526,6 +558,7 @@ class ScoreCapabilities(_message.Message):
     supports_priority: _builtins.bool
     supports_lora: _builtins.bool
     higher_is_better: _builtins.bool
+    """Direction of the model's own score; a response states its own."""
     max_label_token_ids: _builtins.int
     @_builtins.property
     def input_types(self) -> _containers.RepeatedScalarFieldContainer[_tasks_pb2.TaskInputType.ValueType]: ...
@@ -536,7 +569,9 @@ class ScoreCapabilities(_message.Message):
     @_builtins.property
     def normalizations(self) -> _containers.RepeatedScalarFieldContainer[_tasks_pb2.ScoreNormalization.ValueType]: ...
     @_builtins.property
-    def modalities(self) -> _containers.RepeatedScalarFieldContainer[_inputs_pb2.Modality.ValueType]: ...
+    def modalities(self) -> _containers.RepeatedScalarFieldContainer[_inputs_pb2.Modality.ValueType]:
+        """Meaningful with multimodal input only."""
+
     def __init__(
         self,
         *,

@@ -32,7 +32,8 @@ class _RuntimeEventTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Runt
     RUNTIME_EVENT_TYPE_QUEUE: _RuntimeEventType.ValueType  # 3
     RUNTIME_EVENT_TYPE_TRANSFER: _RuntimeEventType.ValueType  # 4
 
-class RuntimeEventType(_RuntimeEventType, metaclass=_RuntimeEventTypeEnumTypeWrapper): ...
+class RuntimeEventType(_RuntimeEventType, metaclass=_RuntimeEventTypeEnumTypeWrapper):
+    """What a runtime event is about."""
 
 RUNTIME_EVENT_TYPE_UNSPECIFIED: RuntimeEventType.ValueType  # 0
 RUNTIME_EVENT_TYPE_FORWARD_PASS: RuntimeEventType.ValueType  # 1
@@ -43,6 +44,8 @@ Global___RuntimeEventType: _TypeAlias = RuntimeEventType  # noqa: Y015
 
 @_typing.final
 class GetLoadRequest(_message.Message):
+    """Asks for the load of this moment."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INCLUDE_PER_RANK_FIELD_NUMBER: _builtins.int
@@ -62,6 +65,8 @@ Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
 
 @_typing.final
 class LoadInfo(_message.Message):
+    """Load for routing and admission. An absent scalar could not be measured; zero was measured."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -99,19 +104,24 @@ class LoadInfo(_message.Message):
     ATTRIBUTES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     timestamp_unix_nanos: _builtins.int
+    """Nanoseconds since the Unix epoch."""
     running_requests: _builtins.int
     queued_requests: _builtins.int
     active_kv_sessions: _builtins.int
     used_kv_blocks: _builtins.int
     total_kv_blocks: _builtins.int
     running_tokens: _builtins.int
+    """Tokens of running requests."""
     waiting_tokens: _builtins.int
+    """Tokens of queued requests."""
     prefill_batch_size: _builtins.int
     decode_batch_size: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankLoadInfo]: ...
     @_builtins.property
-    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Values of a single engine."""
+
     def __init__(
         self,
         *,
@@ -178,6 +188,8 @@ Global___LoadInfo: _TypeAlias = LoadInfo  # noqa: Y015
 
 @_typing.final
 class RankLoadInfo(_message.Message):
+    """Load of one data-parallel rank. An absent scalar could not be measured; zero was measured."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
@@ -242,11 +254,15 @@ Global___RankLoadInfo: _TypeAlias = RankLoadInfo  # noqa: Y015
 
 @_typing.final
 class SubscribeRuntimeEventsRequest(_message.Message):
+    """Opens a stream of runtime events."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TYPES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def types(self) -> _containers.RepeatedScalarFieldContainer[Global___RuntimeEventType.ValueType]: ...
+    def types(self) -> _containers.RepeatedScalarFieldContainer[Global___RuntimeEventType.ValueType]:
+        """Kinds of interest. Empty: all."""
+
     def __init__(
         self,
         *,
@@ -262,6 +278,8 @@ Global___SubscribeRuntimeEventsRequest: _TypeAlias = SubscribeRuntimeEventsReque
 
 @_typing.final
 class SubscribeRuntimeEventsResponse(_message.Message):
+    """Next event, or the failure that ends the subscription."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNTIME_EVENT_FIELD_NUMBER: _builtins.int
@@ -288,6 +306,8 @@ Global___SubscribeRuntimeEventsResponse: _TypeAlias = SubscribeRuntimeEventsResp
 
 @_typing.final
 class RuntimeEvent(_message.Message):
+    """Something that happened in the engine's scheduler."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -316,6 +336,7 @@ class RuntimeEvent(_message.Message):
     ATTRIBUTES_FIELD_NUMBER: _builtins.int
     event_id: _builtins.str
     timestamp_unix_nanos: _builtins.int
+    """Nanoseconds since the Unix epoch."""
     type: Global___RuntimeEventType.ValueType
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...

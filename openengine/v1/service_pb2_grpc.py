@@ -33,7 +33,8 @@ if _version_not_supported:
 
 
 class OpenEngineStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """One inference engine, seen by whoever routes requests to it or operates it.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -129,106 +130,124 @@ class OpenEngineStub(object):
 
 
 class OpenEngineServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """One inference engine, seen by whoever routes requests to it or operates it.
+    """
 
     def Generate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Continue a prompt; on a prefill engine, compute it and hand over its KV state.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Turn inputs into vectors.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Classify(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Give inputs class values.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Rate candidates against queries.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetEngineInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Identity, role and revision of the contract.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Limits and abilities of a served model.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Load of this moment.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Readiness, on request with a probing inference.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Stop one request, one KV session or everything.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Let running requests end, and report progress.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadLora(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Make an adapter available.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadLora(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Take an adapter away.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLoras(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Adapters loaded at present.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetKvConnectorInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """How KV state moves between engines.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetKvEventSources(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The engine's own KV event publishers.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Changes of the prefix cache.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeRuntimeEvents(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Events of the engine's scheduler, for planners and controllers.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -330,7 +349,8 @@ def add_OpenEngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OpenEngine(object):
-    """Missing associated documentation comment in .proto file."""
+    """One inference engine, seen by whoever routes requests to it or operates it.
+    """
 
     @staticmethod
     def Generate(request,

@@ -34,167 +34,224 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OpenEngineStub:
+    """One inference engine, seen by whoever routes requests to it or operates it."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OpenEngineAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]
+    """Continue a prompt; on a prefill engine, compute it and hand over its KV state."""
     Embed: _grpc.UnaryUnaryMultiCallable[_tasks_pb2.EmbedRequest, _tasks_pb2.EmbedResponse]
+    """Turn inputs into vectors."""
     Classify: _grpc.UnaryUnaryMultiCallable[_tasks_pb2.ClassifyRequest, _tasks_pb2.ClassifyResponse]
+    """Give inputs class values."""
     Score: _grpc.UnaryUnaryMultiCallable[_tasks_pb2.ScoreRequest, _tasks_pb2.ScoreResponse]
+    """Rate candidates against queries."""
     GetEngineInfo: _grpc.UnaryUnaryMultiCallable[_discovery_pb2.GetEngineInfoRequest, _discovery_pb2.EngineInfo]
+    """Identity, role and revision of the contract."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelInfoRequest, _model_pb2.ModelInfo]
+    """Limits and abilities of a served model."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_observability_pb2.GetLoadRequest, _observability_pb2.LoadInfo]
+    """Load of this moment."""
     Health: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.HealthRequest, _lifecycle_pb2.HealthResponse]
+    """Readiness, on request with a probing inference."""
     Abort: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.AbortRequest, _lifecycle_pb2.AbortResponse]
+    """Stop one request, one KV session or everything."""
     Drain: _grpc.UnaryStreamMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]
+    """Let running requests end, and report progress."""
     LoadLora: _grpc.UnaryUnaryMultiCallable[_lora_pb2.LoadLoraRequest, _lora_pb2.LoadLoraResponse]
+    """Make an adapter available."""
     UnloadLora: _grpc.UnaryUnaryMultiCallable[_lora_pb2.UnloadLoraRequest, _lora_pb2.UnloadLoraResponse]
+    """Take an adapter away."""
     ListLoras: _grpc.UnaryUnaryMultiCallable[_lora_pb2.ListLorasRequest, _lora_pb2.ListLorasResponse]
+    """Adapters loaded at present."""
     GetKvConnectorInfo: _grpc.UnaryUnaryMultiCallable[_kv_pb2.GetKvConnectorInfoRequest, _kv_pb2.KvConnectorInfo]
+    """How KV state moves between engines."""
     GetKvEventSources: _grpc.UnaryUnaryMultiCallable[_kv_pb2.GetKvEventSourcesRequest, _kv_pb2.GetKvEventSourcesResponse]
+    """The engine's own KV event publishers."""
     SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_kv_pb2.SubscribeKvEventsRequest, _kv_pb2.SubscribeKvEventsResponse]
+    """Changes of the prefix cache."""
     SubscribeRuntimeEvents: _grpc.UnaryStreamMultiCallable[_observability_pb2.SubscribeRuntimeEventsRequest, _observability_pb2.SubscribeRuntimeEventsResponse]
+    """Events of the engine's scheduler, for planners and controllers."""
 
 @_typing.type_check_only
 class OpenEngineAsyncStub(OpenEngineStub):
+    """One inference engine, seen by whoever routes requests to it or operates it."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generate_pb2.GenerateRequest, _generate_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Continue a prompt; on a prefill engine, compute it and hand over its KV state."""
     Embed: _aio.UnaryUnaryMultiCallable[_tasks_pb2.EmbedRequest, _tasks_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Turn inputs into vectors."""
     Classify: _aio.UnaryUnaryMultiCallable[_tasks_pb2.ClassifyRequest, _tasks_pb2.ClassifyResponse]  # type: ignore[assignment]
+    """Give inputs class values."""
     Score: _aio.UnaryUnaryMultiCallable[_tasks_pb2.ScoreRequest, _tasks_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Rate candidates against queries."""
     GetEngineInfo: _aio.UnaryUnaryMultiCallable[_discovery_pb2.GetEngineInfoRequest, _discovery_pb2.EngineInfo]  # type: ignore[assignment]
+    """Identity, role and revision of the contract."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelInfoRequest, _model_pb2.ModelInfo]  # type: ignore[assignment]
+    """Limits and abilities of a served model."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_observability_pb2.GetLoadRequest, _observability_pb2.LoadInfo]  # type: ignore[assignment]
+    """Load of this moment."""
     Health: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.HealthRequest, _lifecycle_pb2.HealthResponse]  # type: ignore[assignment]
+    """Readiness, on request with a probing inference."""
     Abort: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.AbortRequest, _lifecycle_pb2.AbortResponse]  # type: ignore[assignment]
+    """Stop one request, one KV session or everything."""
     Drain: _aio.UnaryStreamMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]  # type: ignore[assignment]
+    """Let running requests end, and report progress."""
     LoadLora: _aio.UnaryUnaryMultiCallable[_lora_pb2.LoadLoraRequest, _lora_pb2.LoadLoraResponse]  # type: ignore[assignment]
+    """Make an adapter available."""
     UnloadLora: _aio.UnaryUnaryMultiCallable[_lora_pb2.UnloadLoraRequest, _lora_pb2.UnloadLoraResponse]  # type: ignore[assignment]
+    """Take an adapter away."""
     ListLoras: _aio.UnaryUnaryMultiCallable[_lora_pb2.ListLorasRequest, _lora_pb2.ListLorasResponse]  # type: ignore[assignment]
+    """Adapters loaded at present."""
     GetKvConnectorInfo: _aio.UnaryUnaryMultiCallable[_kv_pb2.GetKvConnectorInfoRequest, _kv_pb2.KvConnectorInfo]  # type: ignore[assignment]
+    """How KV state moves between engines."""
     GetKvEventSources: _aio.UnaryUnaryMultiCallable[_kv_pb2.GetKvEventSourcesRequest, _kv_pb2.GetKvEventSourcesResponse]  # type: ignore[assignment]
+    """The engine's own KV event publishers."""
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_kv_pb2.SubscribeKvEventsRequest, _kv_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
+    """Changes of the prefix cache."""
     SubscribeRuntimeEvents: _aio.UnaryStreamMultiCallable[_observability_pb2.SubscribeRuntimeEventsRequest, _observability_pb2.SubscribeRuntimeEventsResponse]  # type: ignore[assignment]
+    """Events of the engine's scheduler, for planners and controllers."""
 
 class OpenEngineServicer(metaclass=_abc_1.ABCMeta):
+    """One inference engine, seen by whoever routes requests to it or operates it."""
+
     @_abc_1.abstractmethod
     def Generate(
         self,
         request: _generate_pb2.GenerateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateResponse], _abc.AsyncIterator[_generate_pb2.GenerateResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_generate_pb2.GenerateResponse], _abc.AsyncIterator[_generate_pb2.GenerateResponse]]:
+        """Continue a prompt; on a prefill engine, compute it and hand over its KV state."""
 
     @_abc_1.abstractmethod
     def Embed(
         self,
         request: _tasks_pb2.EmbedRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_tasks_pb2.EmbedResponse, _abc.Awaitable[_tasks_pb2.EmbedResponse]]: ...
+    ) -> _typing.Union[_tasks_pb2.EmbedResponse, _abc.Awaitable[_tasks_pb2.EmbedResponse]]:
+        """Turn inputs into vectors."""
 
     @_abc_1.abstractmethod
     def Classify(
         self,
         request: _tasks_pb2.ClassifyRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_tasks_pb2.ClassifyResponse, _abc.Awaitable[_tasks_pb2.ClassifyResponse]]: ...
+    ) -> _typing.Union[_tasks_pb2.ClassifyResponse, _abc.Awaitable[_tasks_pb2.ClassifyResponse]]:
+        """Give inputs class values."""
 
     @_abc_1.abstractmethod
     def Score(
         self,
         request: _tasks_pb2.ScoreRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_tasks_pb2.ScoreResponse, _abc.Awaitable[_tasks_pb2.ScoreResponse]]: ...
+    ) -> _typing.Union[_tasks_pb2.ScoreResponse, _abc.Awaitable[_tasks_pb2.ScoreResponse]]:
+        """Rate candidates against queries."""
 
     @_abc_1.abstractmethod
     def GetEngineInfo(
         self,
         request: _discovery_pb2.GetEngineInfoRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_discovery_pb2.EngineInfo, _abc.Awaitable[_discovery_pb2.EngineInfo]]: ...
+    ) -> _typing.Union[_discovery_pb2.EngineInfo, _abc.Awaitable[_discovery_pb2.EngineInfo]]:
+        """Identity, role and revision of the contract."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(
         self,
         request: _model_pb2.GetModelInfoRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_model_pb2.ModelInfo, _abc.Awaitable[_model_pb2.ModelInfo]]: ...
+    ) -> _typing.Union[_model_pb2.ModelInfo, _abc.Awaitable[_model_pb2.ModelInfo]]:
+        """Limits and abilities of a served model."""
 
     @_abc_1.abstractmethod
     def GetLoad(
         self,
         request: _observability_pb2.GetLoadRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_observability_pb2.LoadInfo, _abc.Awaitable[_observability_pb2.LoadInfo]]: ...
+    ) -> _typing.Union[_observability_pb2.LoadInfo, _abc.Awaitable[_observability_pb2.LoadInfo]]:
+        """Load of this moment."""
 
     @_abc_1.abstractmethod
     def Health(
         self,
         request: _lifecycle_pb2.HealthRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_lifecycle_pb2.HealthResponse, _abc.Awaitable[_lifecycle_pb2.HealthResponse]]: ...
+    ) -> _typing.Union[_lifecycle_pb2.HealthResponse, _abc.Awaitable[_lifecycle_pb2.HealthResponse]]:
+        """Readiness, on request with a probing inference."""
 
     @_abc_1.abstractmethod
     def Abort(
         self,
         request: _lifecycle_pb2.AbortRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_lifecycle_pb2.AbortResponse, _abc.Awaitable[_lifecycle_pb2.AbortResponse]]: ...
+    ) -> _typing.Union[_lifecycle_pb2.AbortResponse, _abc.Awaitable[_lifecycle_pb2.AbortResponse]]:
+        """Stop one request, one KV session or everything."""
 
     @_abc_1.abstractmethod
     def Drain(
         self,
         request: _lifecycle_pb2.DrainRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_lifecycle_pb2.DrainResponse], _abc.AsyncIterator[_lifecycle_pb2.DrainResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_lifecycle_pb2.DrainResponse], _abc.AsyncIterator[_lifecycle_pb2.DrainResponse]]:
+        """Let running requests end, and report progress."""
 
     @_abc_1.abstractmethod
     def LoadLora(
         self,
         request: _lora_pb2.LoadLoraRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_lora_pb2.LoadLoraResponse, _abc.Awaitable[_lora_pb2.LoadLoraResponse]]: ...
+    ) -> _typing.Union[_lora_pb2.LoadLoraResponse, _abc.Awaitable[_lora_pb2.LoadLoraResponse]]:
+        """Make an adapter available."""
 
     @_abc_1.abstractmethod
     def UnloadLora(
         self,
         request: _lora_pb2.UnloadLoraRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_lora_pb2.UnloadLoraResponse, _abc.Awaitable[_lora_pb2.UnloadLoraResponse]]: ...
+    ) -> _typing.Union[_lora_pb2.UnloadLoraResponse, _abc.Awaitable[_lora_pb2.UnloadLoraResponse]]:
+        """Take an adapter away."""
 
     @_abc_1.abstractmethod
     def ListLoras(
         self,
         request: _lora_pb2.ListLorasRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_lora_pb2.ListLorasResponse, _abc.Awaitable[_lora_pb2.ListLorasResponse]]: ...
+    ) -> _typing.Union[_lora_pb2.ListLorasResponse, _abc.Awaitable[_lora_pb2.ListLorasResponse]]:
+        """Adapters loaded at present."""
 
     @_abc_1.abstractmethod
     def GetKvConnectorInfo(
         self,
         request: _kv_pb2.GetKvConnectorInfoRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_kv_pb2.KvConnectorInfo, _abc.Awaitable[_kv_pb2.KvConnectorInfo]]: ...
+    ) -> _typing.Union[_kv_pb2.KvConnectorInfo, _abc.Awaitable[_kv_pb2.KvConnectorInfo]]:
+        """How KV state moves between engines."""
 
     @_abc_1.abstractmethod
     def GetKvEventSources(
         self,
         request: _kv_pb2.GetKvEventSourcesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_kv_pb2.GetKvEventSourcesResponse, _abc.Awaitable[_kv_pb2.GetKvEventSourcesResponse]]: ...
+    ) -> _typing.Union[_kv_pb2.GetKvEventSourcesResponse, _abc.Awaitable[_kv_pb2.GetKvEventSourcesResponse]]:
+        """The engine's own KV event publishers."""
 
     @_abc_1.abstractmethod
     def SubscribeKvEvents(
         self,
         request: _kv_pb2.SubscribeKvEventsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_kv_pb2.SubscribeKvEventsResponse], _abc.AsyncIterator[_kv_pb2.SubscribeKvEventsResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.SubscribeKvEventsResponse], _abc.AsyncIterator[_kv_pb2.SubscribeKvEventsResponse]]:
+        """Changes of the prefix cache."""
 
     @_abc_1.abstractmethod
     def SubscribeRuntimeEvents(
         self,
         request: _observability_pb2.SubscribeRuntimeEventsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_observability_pb2.SubscribeRuntimeEventsResponse], _abc.AsyncIterator[_observability_pb2.SubscribeRuntimeEventsResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_observability_pb2.SubscribeRuntimeEventsResponse], _abc.AsyncIterator[_observability_pb2.SubscribeRuntimeEventsResponse]]:
+        """Events of the engine's scheduler, for planners and controllers."""
 
 def add_OpenEngineServicer_to_server(servicer: OpenEngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -31,7 +31,8 @@ class _TaskInputTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TaskInp
     TASK_INPUT_TYPE_TOKEN_IDS: _TaskInputType.ValueType  # 2
     TASK_INPUT_TYPE_MULTIMODAL: _TaskInputType.ValueType  # 3
 
-class TaskInputType(_TaskInputType, metaclass=_TaskInputTypeEnumTypeWrapper): ...
+class TaskInputType(_TaskInputType, metaclass=_TaskInputTypeEnumTypeWrapper):
+    """Form of an input."""
 
 TASK_INPUT_TYPE_UNSPECIFIED: TaskInputType.ValueType  # 0
 TASK_INPUT_TYPE_TEXT: TaskInputType.ValueType  # 1
@@ -49,7 +50,8 @@ class _TaskOutputGranularityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[
     TASK_OUTPUT_GRANULARITY_SEQUENCE: _TaskOutputGranularity.ValueType  # 1
     TASK_OUTPUT_GRANULARITY_TOKEN: _TaskOutputGranularity.ValueType  # 2
 
-class TaskOutputGranularity(_TaskOutputGranularity, metaclass=_TaskOutputGranularityEnumTypeWrapper): ...
+class TaskOutputGranularity(_TaskOutputGranularity, metaclass=_TaskOutputGranularityEnumTypeWrapper):
+    """One result for the input, or one for each of its tokens."""
 
 TASK_OUTPUT_GRANULARITY_UNSPECIFIED: TaskOutputGranularity.ValueType  # 0
 TASK_OUTPUT_GRANULARITY_SEQUENCE: TaskOutputGranularity.ValueType  # 1
@@ -66,7 +68,8 @@ class _EmbeddingEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Emb
     EMBEDDING_ENCODING_DENSE: _EmbeddingEncoding.ValueType  # 1
     EMBEDDING_ENCODING_SPARSE: _EmbeddingEncoding.ValueType  # 2
 
-class EmbeddingEncoding(_EmbeddingEncoding, metaclass=_EmbeddingEncodingEnumTypeWrapper): ...
+class EmbeddingEncoding(_EmbeddingEncoding, metaclass=_EmbeddingEncodingEnumTypeWrapper):
+    """Form of an embedding."""
 
 EMBEDDING_ENCODING_UNSPECIFIED: EmbeddingEncoding.ValueType  # 0
 EMBEDDING_ENCODING_DENSE: EmbeddingEncoding.ValueType  # 1
@@ -88,7 +91,8 @@ class _TaskValueSemanticsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ta
     TASK_VALUE_SEMANTICS_REWARD: _TaskValueSemantics.ValueType  # 6
     TASK_VALUE_SEMANTICS_MODEL_DEFINED: _TaskValueSemantics.ValueType  # 7
 
-class TaskValueSemantics(_TaskValueSemantics, metaclass=_TaskValueSemanticsEnumTypeWrapper): ...
+class TaskValueSemantics(_TaskValueSemantics, metaclass=_TaskValueSemanticsEnumTypeWrapper):
+    """What the returned values mean."""
 
 TASK_VALUE_SEMANTICS_UNSPECIFIED: TaskValueSemantics.ValueType  # 0
 TASK_VALUE_SEMANTICS_LOGITS: TaskValueSemantics.ValueType  # 1
@@ -107,18 +111,25 @@ class _ScoreNormalization:
 class _ScoreNormalizationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreNormalization.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SCORE_NORMALIZATION_UNSPECIFIED: _ScoreNormalization.ValueType  # 0
+    """The model's default."""
     SCORE_NORMALIZATION_NONE: _ScoreNormalization.ValueType  # 1
     SCORE_NORMALIZATION_SOFTMAX: _ScoreNormalization.ValueType  # 2
+    """Over the labels of each candidate."""
 
-class ScoreNormalization(_ScoreNormalization, metaclass=_ScoreNormalizationEnumTypeWrapper): ...
+class ScoreNormalization(_ScoreNormalization, metaclass=_ScoreNormalizationEnumTypeWrapper):
+    """How the scores of one candidate are scaled."""
 
 SCORE_NORMALIZATION_UNSPECIFIED: ScoreNormalization.ValueType  # 0
+"""The model's default."""
 SCORE_NORMALIZATION_NONE: ScoreNormalization.ValueType  # 1
 SCORE_NORMALIZATION_SOFTMAX: ScoreNormalization.ValueType  # 2
+"""Over the labels of each candidate."""
 Global___ScoreNormalization: _TypeAlias = ScoreNormalization  # noqa: Y015
 
 @_typing.final
 class TaskRequestContext(_message.Message):
+    """What all task requests have in common."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -147,9 +158,13 @@ class TaskRequestContext(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Required. One namespace with the generation requests."""
     model: _builtins.str
+    """Required."""
     lora_name: _builtins.str
+    """Loaded adapter to use. Empty: the base model."""
     priority: _builtins.int
+    """A larger value is served earlier."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -173,6 +188,8 @@ Global___TaskRequestContext: _TypeAlias = TaskRequestContext  # noqa: Y015
 
 @_typing.final
 class TaskInput(_message.Message):
+    """One item to embed, classify or score."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ITEM_ID_FIELD_NUMBER: _builtins.int
@@ -180,6 +197,7 @@ class TaskInput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MULTIMODAL_FIELD_NUMBER: _builtins.int
     item_id: _builtins.str
+    """Required; unique in its batch or score group."""
     text: _builtins.str
     @_builtins.property
     def token_ids(self) -> _inputs_pb2.TokenIds: ...
@@ -205,6 +223,8 @@ Global___TaskInput: _TypeAlias = TaskInput  # noqa: Y015
 
 @_typing.final
 class MultimodalTaskInput(_message.Message):
+    """Media, with or without a prompt."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -214,7 +234,9 @@ class MultimodalTaskInput(_message.Message):
     @_builtins.property
     def token_ids(self) -> _inputs_pb2.TokenIds: ...
     @_builtins.property
-    def media(self) -> _containers.RepeatedCompositeFieldContainer[_inputs_pb2.MediaItem]: ...
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_inputs_pb2.MediaItem]:
+        """At least one."""
+
     def __init__(
         self,
         *,
@@ -234,12 +256,16 @@ Global___MultimodalTaskInput: _TypeAlias = MultimodalTaskInput  # noqa: Y015
 
 @_typing.final
 class DenseFloatTensor(_message.Message):
+    """Row-major array of finite values. A scalar has shape [1]."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SHAPE_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Each dimension is positive; their product is the number of values."""
+
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
@@ -258,6 +284,8 @@ Global___DenseFloatTensor: _TypeAlias = DenseFloatTensor  # noqa: Y015
 
 @_typing.final
 class SparseFloatTensor(_message.Message):
+    """Row-major array of which only some values are listed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SHAPE_FIELD_NUMBER: _builtins.int
@@ -266,9 +294,13 @@ class SparseFloatTensor(_message.Message):
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions in the flattened array, strictly increasing."""
+
     @_builtins.property
-    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One for each index."""
+
     def __init__(
         self,
         *,
@@ -286,12 +318,15 @@ Global___SparseFloatTensor: _TypeAlias = SparseFloatTensor  # noqa: Y015
 
 @_typing.final
 class TaskUsage(_message.Message):
+    """Tokens of a whole task request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     input_tokens: _builtins.int
     cached_input_tokens: _builtins.int
+    """Part of `input_tokens`."""
     def __init__(
         self,
         *,
@@ -310,6 +345,8 @@ Global___TaskUsage: _TypeAlias = TaskUsage  # noqa: Y015
 
 @_typing.final
 class EmbedRequest(_message.Message):
+    """Turn inputs into vectors."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: _builtins.int
@@ -318,7 +355,9 @@ class EmbedRequest(_message.Message):
     @_builtins.property
     def context(self) -> Global___TaskRequestContext: ...
     @_builtins.property
-    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskInput]: ...
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskInput]:
+        """At least one."""
+
     @_builtins.property
     def options(self) -> Global___EmbedOptions: ...
     def __init__(
@@ -338,6 +377,8 @@ Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
 @_typing.final
 class EmbedOptions(_message.Message):
+    """Absent: the model's default. What is set is served exactly or refused."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANULARITY_FIELD_NUMBER: _builtins.int
@@ -347,6 +388,7 @@ class EmbedOptions(_message.Message):
     granularity: Global___TaskOutputGranularity.ValueType
     normalize: _builtins.bool
     dimensions: _builtins.int
+    """Reduce to this many dimensions; positive, and never more than the model has."""
     encoding: Global___EmbeddingEncoding.ValueType
     def __init__(
         self,
@@ -381,6 +423,8 @@ Global___EmbedOptions: _TypeAlias = EmbedOptions  # noqa: Y015
 
 @_typing.final
 class EmbedResponse(_message.Message):
+    """One output for each input, in the same order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -408,6 +452,8 @@ Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
 class EmbeddingOutput(_message.Message):
+    """Vectors of one input."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ITEM_ID_FIELD_NUMBER: _builtins.int
@@ -418,13 +464,16 @@ class EmbeddingOutput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     item_id: _builtins.str
     input_index: _builtins.int
+    """Always present, from zero."""
     granularity: Global___TaskOutputGranularity.ValueType
     @_builtins.property
     def dense(self) -> Global___DenseFloatTensor: ...
     @_builtins.property
     def sparse(self) -> Global___SparseFloatTensor: ...
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One for each row of a token embedding, if returned."""
+
     def __init__(
         self,
         *,
@@ -452,6 +501,8 @@ Global___EmbeddingOutput: _TypeAlias = EmbeddingOutput  # noqa: Y015
 
 @_typing.final
 class ClassifyRequest(_message.Message):
+    """Give each input a value for every class."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: _builtins.int
@@ -460,7 +511,9 @@ class ClassifyRequest(_message.Message):
     @_builtins.property
     def context(self) -> Global___TaskRequestContext: ...
     @_builtins.property
-    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskInput]: ...
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskInput]:
+        """At least one."""
+
     @_builtins.property
     def options(self) -> Global___ClassifyOptions: ...
     def __init__(
@@ -480,6 +533,8 @@ Global___ClassifyRequest: _TypeAlias = ClassifyRequest  # noqa: Y015
 
 @_typing.final
 class ClassifyOptions(_message.Message):
+    """Absent: the model's default. What is set is served exactly or refused."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANULARITY_FIELD_NUMBER: _builtins.int
@@ -509,6 +564,8 @@ Global___ClassifyOptions: _TypeAlias = ClassifyOptions  # noqa: Y015
 
 @_typing.final
 class ClassifyResponse(_message.Message):
+    """One output for each input, in the same order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -536,6 +593,8 @@ Global___ClassifyResponse: _TypeAlias = ClassifyResponse  # noqa: Y015
 
 @_typing.final
 class ClassificationOutput(_message.Message):
+    """Class values of one input."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ITEM_ID_FIELD_NUMBER: _builtins.int
@@ -547,14 +606,22 @@ class ClassificationOutput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     item_id: _builtins.str
     input_index: _builtins.int
+    """Always present, from zero."""
     granularity: Global___TaskOutputGranularity.ValueType
     semantics: Global___TaskValueSemantics.ValueType
+    """Never UNSPECIFIED."""
     @_builtins.property
-    def scores(self) -> Global___DenseFloatTensor: ...
+    def scores(self) -> Global___DenseFloatTensor:
+        """Shape [classes] for a sequence, [tokens, classes] for tokens."""
+
     @_builtins.property
-    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One for each class, if returned."""
+
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One for each row of a token classification, if returned."""
+
     def __init__(
         self,
         *,
@@ -578,6 +645,8 @@ Global___ClassificationOutput: _TypeAlias = ClassificationOutput  # noqa: Y015
 
 @_typing.final
 class ScoreRequest(_message.Message):
+    """Rate candidates against queries."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: _builtins.int
@@ -586,7 +655,9 @@ class ScoreRequest(_message.Message):
     @_builtins.property
     def context(self) -> Global___TaskRequestContext: ...
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreGroup]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreGroup]:
+        """At least one."""
+
     @_builtins.property
     def options(self) -> Global___ScoreOptions: ...
     def __init__(
@@ -606,16 +677,23 @@ Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
 @_typing.final
 class ScoreGroup(_message.Message):
+    """One query and its candidates."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
+    """Unique in the request."""
     @_builtins.property
-    def query(self) -> Global___TaskInput: ...
+    def query(self) -> Global___TaskInput:
+        """Required."""
+
     @_builtins.property
-    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskInput]: ...
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskInput]:
+        """At least one."""
+
     def __init__(
         self,
         *,
@@ -633,6 +711,8 @@ Global___ScoreGroup: _TypeAlias = ScoreGroup  # noqa: Y015
 
 @_typing.final
 class ScoreOptions(_message.Message):
+    """Absent: the model's default. What is set is served exactly or refused."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANULARITY_FIELD_NUMBER: _builtins.int
@@ -644,8 +724,11 @@ class ScoreOptions(_message.Message):
     output_semantics: Global___TaskValueSemantics.ValueType
     normalization: Global___ScoreNormalization.ValueType
     instruction: _builtins.str
+    """Task description; the engine puts it into its template."""
     @_builtins.property
-    def label_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def label_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Score by the likelihood of these tokens, without repetition. Empty: the model's own score."""
+
     def __init__(
         self,
         *,
@@ -672,6 +755,8 @@ Global___ScoreOptions: _TypeAlias = ScoreOptions  # noqa: Y015
 
 @_typing.final
 class ScoreResponse(_message.Message):
+    """Every group and candidate of the request, in the same order."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -690,7 +775,9 @@ class ScoreResponse(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreGroupOutput]: ...
     @_builtins.property
-    def label_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def label_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in the request."""
+
     @_builtins.property
     def usage(self) -> Global___TaskUsage: ...
     def __init__(
@@ -717,6 +804,8 @@ Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class ScoreGroupOutput(_message.Message):
+    """Scores of one group."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
@@ -724,6 +813,7 @@ class ScoreGroupOutput(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     group_index: _builtins.int
+    """Always present, from zero."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreCandidateOutput]: ...
     def __init__(
@@ -745,6 +835,8 @@ Global___ScoreGroupOutput: _TypeAlias = ScoreGroupOutput  # noqa: Y015
 
 @_typing.final
 class ScoreCandidateOutput(_message.Message):
+    """Scores of one candidate."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CANDIDATE_ID_FIELD_NUMBER: _builtins.int
@@ -753,10 +845,13 @@ class ScoreCandidateOutput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     candidate_id: _builtins.str
     candidate_index: _builtins.int
+    """Always present, from zero; position in the request, not rank."""
     @_builtins.property
     def scores(self) -> Global___DenseFloatTensor: ...
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One for each row of a token score, if returned."""
+
     def __init__(
         self,
         *,
