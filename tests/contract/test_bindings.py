@@ -165,12 +165,12 @@ DrainContext: TypeAlias = grpc.aio.ServicerContext[lifecycle_pb2.DrainRequest, l
 class _Echo(service_pb2_grpc.OpenEngineServicer):
     """Answers Health and Drain, and leaves the rest unimplemented."""
 
-    async def Health(  # noqa: N802
+    async def Health(
         self, request: lifecycle_pb2.HealthRequest, context: HealthContext
     ) -> lifecycle_pb2.HealthResponse:
         return lifecycle_pb2.HealthResponse(checks=[lifecycle_pb2.HealthCheck(name=request.model)])
 
-    async def Drain(  # noqa: N802
+    async def Drain(
         self, request: lifecycle_pb2.DrainRequest, context: DrainContext
     ) -> AsyncIterator[lifecycle_pb2.DrainResponse]:
         yield lifecycle_pb2.DrainResponse(state=lifecycle_pb2.DRAIN_STATE_STARTED, in_flight_requests=0)
