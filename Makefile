@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target makes what it needs first and leaves alone what is there already.
+
+SHELL := bash
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+VENVS := dev vllm sglang
+DEV := .venv/dev/bin
+CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks)
+SHELL_SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/*/*.sh docker/*.sh deploy/*.sh)
+
+# What `make test` runs, in this order.  A stage is a target; a new one is a line here.
+STAGES := lint
+STAGES += test-fast
+STAGES += $(if $(wildcard tests/vllm),test-vllm)
+STAGES += $(if $(wildcard tests/sglang),test-sglang)
+ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
+STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference)
+STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm)
+STAGES += $(if $(wildcard openengine_adapters/sglang/__main__.py),conformance-sglang)
+endif
+
+# What `make lint` runs.
+LINTS := lint-ruff lint-format lint-types lint-bindings lint-shell
+LINTS += $(if $(wildcard scripts/lint_proto.sh),lint-proto)
+
+# More arguments for pytest, the conformance suite or the benchmarks: make test-vllm ARGS='-k stop'
+ARGS ?=
+ENGINE ?= reference
+
+.PHONY: help
+help: ## show this
+	@awk -F ': .*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  Needs Python 3.11; TORCH_CPU_WHEELS tells where pip finds a CPU build of PyTorch if it does not by itself."
+
+.PHONY: demo
+demo: models-vllm ## serve SmolLM2 with vLLM on the CPU and stream an answer from it
+	@.venv/vllm/bin/python scripts/setup/demo.py
+
+.PHONY: test
+test: ## everything: lint, all tests, conformance
+	@scripts/setup/stages.sh $(STAGES)
+
+.PHONY: test-fast
+test-fast: venv-dev ## the tests that need no engine, under a minute
+	$(DEV)/python -m pytest tests --ignore=tests/vllm --ignore=tests/sglang $(ARGS)
+
+.PHONY: test-vllm
+test-vllm: models-vllm ## the tests against the real vLLM
+	.venv/vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+.PHONY: test-sglang
+test-sglang: models-sglang ## the tests against the real SGLang
+	.venv/sglang/bin/python -m pytest tests/sglang $(ARGS)
+
+.PHONY: conformance
+conformance: conformance-$(ENGINE) ## the suite against ENGINE=reference|vllm|sglang
+
+.PHONY: conformance-reference conformance-vllm conformance-sglang
+conformance-reference conformance-vllm conformance-sglang: conformance-%: venv-dev models-%
+	$(DEV)/python scripts/setup/conformance.py $* $(ARGS)
+
+.PHONY: bench
+bench: models-vllm ## measure what the adapter costs per token
+	.venv/vllm/bin/python -m benchmarks $(ARGS)
+
+.PHONY: lint $(LINTS)
+lint: venv-dev ## style, types, schema, bindings, shell scripts
+	@$(MAKE) --no-print-directory --keep-going $(LINTS)
+
+lint-ruff:
+	$(DEV)/ruff check --quiet $(CODE)
+
+lint-format:
+	$(DEV)/ruff format --check --quiet $(CODE)
+
+lint-types:
+	$(DEV)/mypy --strict $(CODE)
+
+lint-bindings:
+	$(DEV)/python scripts/generate_bindings.py --check
+
+lint-proto:
+	scripts/lint_proto.sh
+
+lint-shell:
+	$(DEV)/shellcheck $(SHELL_SCRIPTS)
+
+.PHONY: format
+format: venv-dev ## apply what lint can repair by itself
+	$(DEV)/ruff check --fix --quiet $(CODE)
+	$(DEV)/ruff format --quiet $(CODE)
+
+.PHONY: $(VENVS:%=venv-%)
+$(VENVS:%=venv-%): venv-%:
+	@scripts/setup/venv.sh $*
+
+.PHONY: setup
+setup: $(VENVS:%=venv-%) models ## all environments and models
+
+.PHONY: models models-reference models-vllm models-sglang
+models: models-vllm ## build the test models into the cache folder
+
+models-reference:
+
+models-vllm: venv-vllm
+	@.venv/vllm/bin/python scripts/setup/build_models.py
+
+models-sglang: venv-sglang
+	@PYTHONPATH=tests/support/sglang_cpu .venv/sglang/bin/python scripts/setup/build_models.py
+
+.PHONY: clean
+clean: ## remove all that was made in this folder (the models in the cache folder stay)
+	rm -rf .venv build dist reports .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
