@@ -1,0 +1,77 @@
+"""Drain: wait for the work in flight, with true counts (DRAIN-01 … DRAIN-04)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from openengine.v1 import errors_pb2, lifecycle_pb2
+from openengine_adapters.core.errors import EngineFailure
+from openengine_adapters.core.lifecycle import Lifecycle
+from openengine_adapters.core.requests import ActiveRequest, RequestTable
+
+PROGRESS_S = 0.25
+"""Seconds between IN_PROGRESS events."""
+
+
+class Drains:
+    """Runs any number of drains at once. Cancelling one leaves the server draining."""
+
+    def __init__(
+        self, lifecycle: Lifecycle, requests: RequestTable, open_sessions: Callable[[], int]
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._requests = requests
+        self._open_sessions = open_sessions
+
+    async def run(
+        self, request: lifecycle_pb2.DrainRequest
+    ) -> AsyncGenerator[lifecycle_pb2.DrainResponse, None]:
+        """Yield STARTED, IN_PROGRESS while work remains, then COMPLETE or one EngineError."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + request.deadline_ms / 1000 if request.HasField("deadline_ms") else None
+        if request.stop_accepting_new_requests:
+            self._lifecycle.drain()
+        # Without the stop only what was in flight at the start is waited for (DRAIN-02).
+        pending = list(self._requests)
+        yield self._event(lifecycle_pb2.DRAIN_STATE_STARTED, pending)
+        while self._remaining(pending) or (request.stop_accepting_new_requests and self._open_sessions()):
+            left = None if end is None else end - loop.time()
+            if left is not None and left <= 0:
+                if not request.abort_after_deadline:
+                    yield self._overdue(request.deadline_ms, pending)
+                    return
+                await asyncio.gather(*(self._requests.abort_request(r) for r in self._remaining(pending)))
+                break
+            wait = PROGRESS_S if left is None else min(PROGRESS_S, left)
+            if self._remaining(pending):
+                await self._requests.wait_ended(self._remaining(pending), wait)
+            else:
+                await asyncio.sleep(wait)
+            if self._remaining(pending):
+                yield self._event(lifecycle_pb2.DRAIN_STATE_IN_PROGRESS, pending)
+        yield self._event(lifecycle_pb2.DRAIN_STATE_COMPLETE, pending)
+
+    def _remaining(self, pending: list[ActiveRequest]) -> list[ActiveRequest]:
+        return [request for request in pending if not request.done]
+
+    def _event(
+        self, state: lifecycle_pb2.DrainState.ValueType, pending: list[ActiveRequest]
+    ) -> lifecycle_pb2.DrainResponse:
+        return lifecycle_pb2.DrainResponse(
+            state=state,
+            in_flight_requests=len(self._remaining(pending)),
+            open_kv_sessions=self._open_sessions(),
+        )
+
+    def _overdue(self, deadline_ms: int, pending: list[ActiveRequest]) -> lifecycle_pb2.DrainResponse:
+        left = len(self._remaining(pending))
+        failure = EngineFailure(
+            f"{left} requests were still running after {deadline_ms} ms; "
+            "drain again with a longer deadline_ms, or with abort_after_deadline",
+            code=errors_pb2.ERROR_CODE_DRAINING,
+            details={"field": "deadline_ms", "limit": deadline_ms, "value": left},
+        )
+        return lifecycle_pb2.DrainResponse(
+            error=failure.to_proto(), in_flight_requests=left, open_kv_sessions=self._open_sessions()
+        )

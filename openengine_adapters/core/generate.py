@@ -1,0 +1,156 @@
+"""Generate, from the request to the last response.
+
+Validate, claim the id, let the engine admit the request, send the initial metadata - from here on the request
+is accepted (GEN-08) - and stream. What fails before is a status, what fails after is one EngineError (ERR-01).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Mapping
+
+import grpc
+
+from openengine.v1 import discovery_pb2, generate_pb2
+from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected
+from openengine_adapters.core.lora import LoraRegistry
+from openengine_adapters.core.requests import ActiveRequest, RequestTable
+from openengine_adapters.core.stops import StopFilter
+from openengine_adapters.core.stream import ResponseStream
+from openengine_adapters.core.validation import stop_texts, wants_several
+from openengine_adapters.engine import Engine, EngineDescription, GenerateCall, Lora, Step
+
+log = logging.getLogger(__name__)
+
+GenerateContext = grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateResponse]
+
+TRACE_KEYS = ("traceparent", "tracestate")
+
+
+async def run_generate(
+    engine: Engine,
+    description: EngineDescription,
+    requests: RequestTable,
+    loras: LoraRegistry,
+    request: generate_pb2.GenerateRequest,
+    context: GenerateContext,
+) -> None:
+    """Serve one validated request. Raises `Rejected` before acceptance, and nothing after it."""
+    with requests.claim(request.request_id, "Generate") as active:
+        async with loras.use(request.lora_name) as lora:
+            call = _call(active, request, lora, context)
+            stream = await _admit(engine, call, active)
+            async with contextlib.aclosing(stream):
+                await context.send_initial_metadata(())
+                await _Responder(engine, description, request, active, context).run(stream)
+
+
+async def _admit(engine: Engine, call: GenerateCall, active: ActiveRequest) -> AsyncGenerator[Step, None]:
+    try:
+        stream = await engine.generate(call)
+    except EngineDied as death:
+        raise Rejected(grpc.StatusCode.UNAVAILABLE, str(death)) from death
+    except EngineFailure as failure:
+        raise Rejected(grpc.StatusCode.INTERNAL, str(failure)) from failure
+    except asyncio.CancelledError:
+        if active.failure is not None:
+            raise Rejected(grpc.StatusCode.UNAVAILABLE, str(active.failure)) from None
+        raise
+    if active.aborted:
+        await stream.aclose()
+        raise Rejected(grpc.StatusCode.CANCELLED, "the request was aborted before it was accepted")
+    return stream
+
+
+def _call(
+    active: ActiveRequest, request: generate_pb2.GenerateRequest, lora: Lora | None, context: GenerateContext
+) -> GenerateCall:
+    include = request.stopping.include_stop_in_output
+    return GenerateCall(
+        id=active.call_id,
+        request=request,
+        keep_stop=include or bool(stop_texts(request.stopping)),
+        lora=lora,
+        trace_headers=_trace_headers(request.metadata, context),
+    )
+
+
+def _trace_headers(metadata: Mapping[str, str], context: GenerateContext) -> dict[str, str]:
+    """W3C trace context, from the request's metadata or from gRPC's (GEN-07)."""
+    headers = {key: metadata[key] for key in TRACE_KEYS if key in metadata}
+    for key, value in context.invocation_metadata() or ():
+        if key in TRACE_KEYS and isinstance(value, str):
+            headers.setdefault(key, value)
+    return headers
+
+
+class _Responder:
+    """Writes one accepted request's responses and makes sure that the last one ends it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        description: EngineDescription,
+        request: generate_pb2.GenerateRequest,
+        active: ActiveRequest,
+        context: GenerateContext,
+    ) -> None:
+        prefill = description.role == discovery_pb2.ENGINE_ROLE_PREFILL
+        outputs = 0 if prefill else wants_several(request.sampling)
+        stops = stop_texts(request.stopping)
+        filters: dict[int, StopFilter] = {}
+        if stops and not request.stopping.include_stop_in_output:
+            filters = {index: StopFilter(stops, engine.decode) for index in range(outputs)}
+        self._responses = ResponseStream(
+            request.request_id,
+            outputs,
+            engine.token_text,
+            wants_prompt=request.response.return_prompt_logprobs,
+            drop_stop_token=not request.stopping.include_stop_in_output,
+            filters=filters,
+        )
+        self._active = active
+        self._context = context
+        self._clock = asyncio.get_running_loop().time
+
+    async def run(self, stream: AsyncGenerator[Step, None]) -> None:
+        """Stream until the engine is done, or until something ends the request from outside."""
+        responses = self._responses
+        try:
+            async for step in stream:
+                for response in responses.push(step):
+                    await self._write(response)
+                if self._active.failure is not None and not responses.ended:
+                    raise self._active.failure
+                if responses.ended:
+                    return
+            last = responses.cancel() if self._active.aborted else responses.close()
+        except EngineFailure as failure:
+            last = responses.fail(failure)
+        except Rejected as late:
+            last = responses.fail(late.as_failure())
+        except asyncio.CancelledError:
+            failure_outside = self._active.failure
+            if failure_outside is None:
+                raise
+            _uncancel()
+            if self._active.writing_since is not None:
+                # The reader stalls: nothing more can reach it, so the call ends as a transport failure.
+                await self._context.abort(grpc.StatusCode.ABORTED, str(failure_outside))
+            last = responses.fail(failure_outside)
+        for response in last:
+            await self._write(response)
+
+    async def _write(self, response: generate_pb2.GenerateResponse) -> None:
+        self._active.writing_since = self._clock()
+        await self._context.write(response)
+        self._active.writing_since = None
+
+
+def _uncancel() -> None:
+    """The cancellation was ours (`ActiveRequest.interrupt`) and has been dealt with."""
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()

@@ -1,0 +1,282 @@
+"""The 17 RPCs, each a few lines: check, admit, call, answer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from openengine.v1 import (
+    discovery_pb2,
+    generate_pb2,
+    kv_pb2,
+    lifecycle_pb2,
+    lora_pb2,
+    model_pb2,
+    observability_pb2,
+    service_pb2_grpc,
+    tasks_pb2,
+)
+from openengine_adapters.core import capabilities, load, validation
+from openengine_adapters.core.drain import Drains
+from openengine_adapters.core.errors import EngineFailure, Rejected, invalid
+from openengine_adapters.core.generate import run_generate
+from openengine_adapters.core.health import Health
+from openengine_adapters.core.lifecycle import Lifecycle
+from openengine_adapters.core.lora import LoraRegistry
+from openengine_adapters.core.requests import AbortOutcome, RequestTable
+from openengine_adapters.core.watchdog import Limits, Watchdog
+from openengine_adapters.engine import Engine, EngineDescription, HandsOffKv, HostsLora, Lora
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+
+_ABORT_STATUS = {
+    AbortOutcome.ABORTED: lifecycle_pb2.ABORT_STATUS_ABORTED,
+    AbortOutcome.ALREADY_FINISHED: lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED,
+}
+
+
+def rpc(handler: Handler) -> Handler:
+    """Turn refusals into their status, and the unexpected into INTERNAL with an id for the log (ERR-06)."""
+
+    @functools.wraps(handler)
+    async def guarded(self: OpenEngineServicer, request: Any, context: Context) -> Any:
+        try:
+            return await handler(self, request, context)
+        except Rejected as rejected:
+            log.info(
+                "rejected",
+                extra={
+                    "rpc": handler.__name__,
+                    "request_id": getattr(request, "request_id", ""),
+                    "code": rejected.code.name,
+                    "field": rejected.field,
+                },
+            )
+            await context.abort(rejected.code, str(rejected))
+        except grpc.aio.AbortError:
+            raise
+        except EngineFailure as failure:
+            await context.abort(grpc.StatusCode.INTERNAL, str(failure))
+        except Exception:
+            error_id = uuid.uuid4().hex[:12]
+            log.exception("%s failed unexpectedly, error id %s", handler.__name__, error_id)
+            await context.abort(
+                grpc.StatusCode.INTERNAL, f"an unexpected error; the server's log has it under id {error_id}"
+            )
+
+    return guarded  # type: ignore[return-value]  # the same signature
+
+
+class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
+    """Serves the contract over one engine. Before `opened` is called it answers as STARTING."""
+
+    def __init__(
+        self, engine: Engine, instance_id: str, schema_release: str, limits: Limits | None = None
+    ) -> None:
+        self.engine = engine
+        self.lifecycle = Lifecycle()
+        self.requests = RequestTable(engine.abort)
+        self.watchdog = Watchdog(engine, self.requests, self.lifecycle, limits or Limits())
+        self.drains = Drains(self.lifecycle, self.requests, self._open_sessions)
+        self.description: EngineDescription | None = None
+        self._instance_id = instance_id
+        self._schema_release = schema_release
+        self._health = Health(engine, self.lifecycle)
+        self._load = load.LoadReader(engine)
+        self._loras = LoraRegistry(None)
+
+    def opened(self, description: EngineDescription) -> None:
+        """The engine is up and is `description`: take requests from now on."""
+        self.description = description
+        host = self.engine if description.lora and isinstance(self.engine, HostsLora) else None
+        self._loras = LoraRegistry(host)
+        self.lifecycle.ready()
+
+    # ------------------------------------------------------------------------------------------- inference
+
+    @rpc
+    async def Generate(  # type: ignore[override]  # writes to the context
+        self, request: generate_pb2.GenerateRequest, context: Context
+    ) -> None:
+        self.lifecycle.require_open()
+        description = self._described()
+        validation.check_generate(request, description)
+        if request.kv.HasField("session") and isinstance(self.engine, HandsOffKv):
+            self.engine.check_session(request.kv.session)
+        await run_generate(self.engine, description, self.requests, self._loras, request, context)
+
+    @rpc
+    async def Embed(self, request: tasks_pb2.EmbedRequest, context: Context) -> tasks_pb2.EmbedResponse:
+        raise self._no_task("Embed")
+
+    @rpc
+    async def Classify(
+        self, request: tasks_pb2.ClassifyRequest, context: Context
+    ) -> tasks_pb2.ClassifyResponse:
+        raise self._no_task("Classify")
+
+    @rpc
+    async def Score(self, request: tasks_pb2.ScoreRequest, context: Context) -> tasks_pb2.ScoreResponse:
+        raise self._no_task("Score")
+
+    # ------------------------------------------------------------------------------------------- discovery
+
+    @rpc
+    async def GetEngineInfo(
+        self, request: discovery_pb2.GetEngineInfoRequest, context: Context
+    ) -> discovery_pb2.EngineInfo:
+        return capabilities.engine_info(self._described(), self._instance_id, self._schema_release)
+
+    @rpc
+    async def GetModelInfo(
+        self, request: model_pb2.GetModelInfoRequest, context: Context
+    ) -> model_pb2.ModelInfo:
+        description = self._described()
+        validation.check_model(request.model, description)
+        return capabilities.model_info(description)
+
+    @rpc
+    async def GetKvConnectorInfo(
+        self, request: kv_pb2.GetKvConnectorInfoRequest, context: Context
+    ) -> kv_pb2.KvConnectorInfo:
+        return capabilities.kv_connector_info(self._described())
+
+    @rpc
+    async def GetLoad(
+        self, request: observability_pb2.GetLoadRequest, context: Context
+    ) -> observability_pb2.LoadInfo:
+        self.lifecycle.require_started()
+        snapshot = await self._load.read()
+        return load.load_info(snapshot, self._instance_id, self._open_sessions(), request.include_per_rank)
+
+    # ------------------------------------------------------------------------------------------- lifecycle
+
+    @rpc
+    async def Health(
+        self, request: lifecycle_pb2.HealthRequest, context: Context
+    ) -> lifecycle_pb2.HealthResponse:
+        return await self._health.answer(request, self.description)
+
+    @rpc
+    async def Abort(
+        self, request: lifecycle_pb2.AbortRequest, context: Context
+    ) -> lifecycle_pb2.AbortResponse:
+        self.lifecycle.require_started()
+        target = request.WhichOneof("target")
+        if target is None:
+            raise invalid("target", "set one of request_id, kv_session and all_requests")
+        if target == "all_requests":
+            count = await self.requests.abort_all()
+            return lifecycle_pb2.AbortResponse(
+                status=lifecycle_pb2.ABORT_STATUS_ABORTED, message=f"{count} requests aborted"
+            )
+        if target == "kv_session":
+            return lifecycle_pb2.AbortResponse(
+                status=await self._abort_session(request.kv_session.session_id)
+            )
+        return lifecycle_pb2.AbortResponse(
+            status=_ABORT_STATUS[await self.requests.abort(request.request_id)]
+        )
+
+    @rpc
+    async def Drain(  # type: ignore[override]  # writes to the context
+        self, request: lifecycle_pb2.DrainRequest, context: Context
+    ) -> None:
+        self.lifecycle.require_started()
+        await context.send_initial_metadata(())
+        async for response in self.drains.run(request):
+            await context.write(response)
+
+    # ------------------------------------------------------------------------------------------------ LoRA
+
+    @rpc
+    async def LoadLora(
+        self, request: lora_pb2.LoadLoraRequest, context: Context
+    ) -> lora_pb2.LoadLoraResponse:
+        self.lifecycle.require_open()
+        lora, already_loaded = await self._loras.load(request.adapter)
+        return lora_pb2.LoadLoraResponse(adapter=_adapter(lora), already_loaded=already_loaded)
+
+    @rpc
+    async def UnloadLora(
+        self, request: lora_pb2.UnloadLoraRequest, context: Context
+    ) -> lora_pb2.UnloadLoraResponse:
+        self.lifecycle.require_started()
+        lora = await self._loras.unload(request.lora_name, context.time_remaining())
+        return lora_pb2.UnloadLoraResponse(adapter=_adapter(lora))
+
+    @rpc
+    async def ListLoras(
+        self, request: lora_pb2.ListLorasRequest, context: Context
+    ) -> lora_pb2.ListLorasResponse:
+        self.lifecycle.require_started()
+        return lora_pb2.ListLorasResponse(adapters=[_adapter(lora) for lora in self._loras.loaded()])
+
+    # -------------------------------------------------------------------------------------- KV and events
+
+    @rpc
+    async def GetKvEventSources(
+        self, request: kv_pb2.GetKvEventSourcesRequest, context: Context
+    ) -> kv_pb2.GetKvEventSourcesResponse:
+        ranks = self._described().parallelism.ranks
+        for rank in request.data_parallel_ranks:
+            if rank not in ranks:
+                raise invalid(
+                    "data_parallel_ranks", f"{rank} is outside {ranks.start} to {ranks.stop - 1}", value=rank
+                )
+        return kv_pb2.GetKvEventSourcesResponse()
+
+    @rpc
+    async def SubscribeKvEvents(  # type: ignore[override]  # writes to the context
+        self, request: kv_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> None:
+        self.lifecycle.require_started()
+        raise Rejected(grpc.StatusCode.UNIMPLEMENTED, "KV events are not enabled on this server")
+
+    @rpc
+    async def SubscribeRuntimeEvents(  # type: ignore[override]  # writes to the context
+        self, request: observability_pb2.SubscribeRuntimeEventsRequest, context: Context
+    ) -> None:
+        self.lifecycle.require_started()
+        raise Rejected(grpc.StatusCode.UNIMPLEMENTED, "this server emits no runtime events")
+
+    # --------------------------------------------------------------------------------------------- helpers
+
+    def _described(self) -> EngineDescription:
+        self.lifecycle.require_started()
+        assert self.description is not None  # READY and DRAINING come after `opened`
+        return self.description
+
+    def _no_task(self, task: str) -> Rejected:
+        self.lifecycle.require_started()
+        return Rejected(
+            grpc.StatusCode.FAILED_PRECONDITION, f"this model does not serve {task}", field="model"
+        )
+
+    def _open_sessions(self) -> int:
+        return self.engine.open_sessions() if isinstance(self.engine, HandsOffKv) else 0
+
+    async def _abort_session(self, session_id: str) -> lifecycle_pb2.AbortStatus.ValueType:
+        released = (
+            await self.engine.release_session(session_id) if isinstance(self.engine, HandsOffKv) else None
+        )
+        if released is None:
+            raise Rejected(
+                grpc.StatusCode.NOT_FOUND,
+                f"{session_id!r} is unknown here",
+                field="kv_session",
+                value=session_id,
+            )
+        return lifecycle_pb2.ABORT_STATUS_ABORTED if released else lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED
+
+
+def _adapter(lora: Lora) -> lora_pb2.LoraAdapter:
+    return lora_pb2.LoraAdapter(lora_id=lora.id, lora_name=lora.name, source_path=lora.path)

@@ -1,0 +1,31 @@
+"""Token texts, decoded once each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class TokenTexts:
+    """The text of single tokens, by id.
+
+    Some tokenizers drop a leading space when a token stands alone, so each is decoded behind an anchor token
+    whose text is then cut off. `decode` keeps special tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], anchor: int) -> None:
+        self._decode = decode
+        self._anchor = anchor
+        self._anchor_text = decode([anchor])
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, token_id: int) -> str:
+        """Return the text of `token_id`; bytes of a split character show as U+FFFD."""
+        text = self._texts.get(token_id)
+        if text is None:
+            joined = self._decode([self._anchor, token_id])
+            if joined.startswith(self._anchor_text):
+                text = joined[len(self._anchor_text) :]
+            else:
+                text = self._decode([token_id])
+            self._texts[token_id] = text
+        return text

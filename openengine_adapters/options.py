@@ -1,0 +1,133 @@
+"""The options that every server command shares, in one group of its `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openengine_adapters.core.capabilities import DEFAULT_SCHEMA_RELEASE, check_schema_release
+
+ROLES = ("aggregated", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Parsed server options. Times are seconds, sizes MiB."""
+
+    host: str
+    port: int
+    instance_id: str
+    schema_release: str
+    advertise_host: str
+    role: str | None
+    stall_timeout: float
+    hang_timeout: float
+    drain_grace: float
+    stay_up: bool
+    max_message_mib: int
+    log_level: str
+    log_format: str
+    print_capabilities: bool
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the shared options to `parser`."""
+    group = parser.add_argument_group("OpenEngine server")
+    group.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    group.add_argument(
+        "--port", type=_port, default=50051, help="gRPC port, 0 for a free one (default: 50051)"
+    )
+    group.add_argument(
+        "--instance-id", default="", help="name of this server in discovery (default: host and a random part)"
+    )
+    group.add_argument(
+        "--schema-release",
+        type=_release,
+        default=DEFAULT_SCHEMA_RELEASE,
+        help="OpenEngine release or commit to report; never a moving name (default: the commit this was built from)",
+    )
+    group.add_argument(
+        "--advertise-host", default="", help="host that others reach this one by (default: derived)"
+    )
+    group.add_argument(
+        "--role", choices=ROLES, help="role, where the engine's own configuration leaves it open"
+    )
+    group.add_argument(
+        "--stall-timeout", type=_seconds, default=30.0, metavar="S",
+        help="end a request whose client reads nothing for so long (default: 30)",
+    )  # fmt: skip
+    group.add_argument(
+        "--hang-timeout", type=_seconds, default=60.0, metavar="S",
+        help="call the engine dead when it makes no step for so long with requests unfinished (default: 60)",
+    )  # fmt: skip
+    group.add_argument(
+        "--drain-grace", type=_seconds, default=30.0, metavar="S",
+        help="how long SIGTERM waits for running requests (default: 30)",
+    )  # fmt: skip
+    group.add_argument(
+        "--stay-up", action="store_true", help="keep answering after the engine died, instead of exiting"
+    )
+    group.add_argument(
+        "--max-message-mib", type=int, default=256, metavar="N", help="largest message (default: 256)"
+    )
+    group.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="log lines (default: text)"
+    )
+    group.add_argument(
+        "--openengine-log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
+    group.add_argument(
+        "--print-capabilities", action="store_true", help="start, print discovery as JSON, and exit"
+    )
+
+
+def server_options(parsed: argparse.Namespace) -> ServerOptions:
+    """Collect the shared options from a parsed command line."""
+    return ServerOptions(
+        host=parsed.host,
+        port=parsed.port,
+        instance_id=parsed.instance_id or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
+        schema_release=parsed.schema_release,
+        advertise_host=parsed.advertise_host,
+        role=parsed.role,
+        stall_timeout=parsed.stall_timeout,
+        hang_timeout=parsed.hang_timeout,
+        drain_grace=parsed.drain_grace,
+        stay_up=parsed.stay_up,
+        max_message_mib=parsed.max_message_mib,
+        log_level=parsed.openengine_log_level,
+        log_format=parsed.log_format,
+        print_capabilities=parsed.print_capabilities,
+    )
+
+
+def parse(arguments: Sequence[str]) -> ServerOptions:
+    """Parse shared options alone, for tests and embedders."""
+    parser = argparse.ArgumentParser(prog=os.path.basename("openengine"), allow_abbrev=False)
+    add_server_options(parser)
+    return server_options(parser.parse_args(arguments))
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is outside 0 to 65535")
+    return port
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return seconds
+
+
+def _release(text: str) -> str:
+    try:
+        return check_schema_release(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

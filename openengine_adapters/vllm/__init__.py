@@ -1,0 +1,1 @@
+"""The vLLM adapter. Importing this package does not import vLLM."""

@@ -1,0 +1,68 @@
+"""`openengine-vllm`: vLLM behind the OpenEngine contract.
+
+Our own options are parsed first, without importing vLLM, so that `--help` and mistakes in them answer at once.
+Everything else goes to vLLM's own parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from openengine_adapters.options import add_server_options, server_options
+
+_EPILOG = """\
+Every other flag goes to vLLM, for example --max-model-len, --tensor-parallel-size, --enable-prefix-caching,
+--kv-events-config. `openengine-vllm --help-engine` lists them all (it imports vLLM, which takes some seconds).
+
+example: openengine-vllm --model Qwen/Qwen3-0.6B --port 50051 --max-model-len 8192
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="openengine-vllm",
+        usage="openengine-vllm --model MODEL [server options] [any vLLM engine flag]",
+        description="Serve the OpenEngine v1 contract with a vLLM engine in this process.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", help="model name or directory, as vLLM takes it (required)")
+    parser.add_argument("--help-engine", action="store_true", help="list vLLM's own flags and exit")
+    add_server_options(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server; returns the process's exit code."""
+    parser = _parser()
+    ours, engine_flags = parser.parse_known_args(arguments)
+    if not ours.help_engine and not ours.model:
+        parser.error("--model is required, for example --model Qwen/Qwen3-0.6B")
+    options = server_options(ours)
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError as error:
+        print(
+            f"cannot start: vLLM cannot be imported ({error}); install openengine-adapters[vllm]",
+            file=sys.stderr,
+        )
+        return 1
+    engine_parser = AsyncEngineArgs.add_cli_args(
+        FlexibleArgumentParser(prog="openengine-vllm", usage="openengine-vllm --model MODEL [flags below]")
+    )
+    parsed = engine_parser.parse_args(
+        ["--help"] if ours.help_engine else [*engine_flags, "--model", ours.model]
+    )
+
+    from openengine_adapters.launcher import launch
+    from openengine_adapters.vllm.engine import VllmEngine
+
+    return launch(lambda: VllmEngine(AsyncEngineArgs.from_cli_args(parsed)), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""vLLM's AsyncLLM behind the port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import vllm
+from vllm import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import STREAM_FINISHED, RequestOutput
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from openengine.v1 import generate_pb2
+from openengine_adapters.core.errors import EngineDied, invalid
+from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
+from openengine_adapters.core.vocabulary import TokenTexts
+from openengine_adapters.engine import (
+    EngineDescription,
+    GenerateCall,
+    LoadSnapshot,
+    Lora,
+    StartupError,
+    Step,
+)
+from openengine_adapters.vllm import config, errors, outputs, requests
+from openengine_adapters.vllm.load import LoadBoard
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 5.0
+
+
+class VllmEngine:
+    """One vLLM engine in this process; its core and workers are child processes."""
+
+    def __init__(self, args: AsyncEngineArgs) -> None:
+        self._args = args
+        self._board = LoadBoard()
+        self._llm: AsyncLLM | None = None
+        self._description: EngineDescription | None = None
+        self._defaults: dict[str, Any] = {}
+        self._texts: TokenTexts | None = None
+
+    # ------------------------------------------------------------------------------------------- lifecycle
+
+    async def start(self) -> EngineDescription:
+        """Start vLLM off the event loop, so that the server answers STARTING meanwhile."""
+        config.check_version(vllm.__version__)
+        try:
+            llm: AsyncLLM = await asyncio.to_thread(self._build)
+        except Exception as error:
+            log.debug("vLLM did not start", exc_info=error)
+            raise StartupError(f"vLLM did not start: {_one_line(error)}") from error
+        self._llm = llm
+        tokenizer = llm.tokenizer
+        tasks = await llm.get_supported_tasks()
+        self._defaults = llm.model_config.get_diff_sampling_param()
+        if tokenizer is not None:
+            anchor = tokenizer.encode("a", add_special_tokens=False)[-1]
+            self._texts = TokenTexts(
+                lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False), anchor
+            )
+        self._description = config.describe(llm.vllm_config, tokenizer, tuple(tasks), vllm.__version__)
+        return self._description
+
+    def _build(self) -> AsyncLLM:
+        return AsyncLLM.from_vllm_config(
+            self._args.create_engine_config(),
+            stat_loggers=[self._board.logger],
+            enable_log_requests=self._args.enable_log_requests,
+            disable_log_stats=self._args.disable_log_stats,
+        )
+
+    async def stop(self) -> None:
+        """Shut vLLM down; its own shutdown blocks, so it runs in a thread."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
+
+    def check(self) -> None:
+        """vLLM notices the death of its processes by itself and sets a flag."""
+        if self._llm is not None and self._llm.errored:
+            raise EngineDied
+
+    def steps(self) -> int:
+        """Scheduler steps so far, over all ranks."""
+        return self._board.steps
+
+    def unfinished(self) -> int:
+        """Requests that vLLM has not finished."""
+        return 0 if self._llm is None else self._llm.get_num_unfinished_requests()
+
+    # ------------------------------------------------------------------------------------------ generation
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Step, None]:
+        """Add the request to vLLM and return its stream.
+
+        `AsyncLLM.generate` would report a refusal only at its first step; `add_request`, which it is built on,
+        returns as soon as the core has the request.
+        """
+        llm = self._running()
+        request = call.request
+        try:
+            params = requests.sampling_params(call, self._defaults)
+            prompt = await self._prompt(llm, request)
+            collector = await llm.add_request(
+                call.id,
+                prompt,
+                params,
+                lora_request=_lora_request(call.lora),
+                trace_headers=call.trace_headers or None,
+                priority=requests.priority(request),
+                data_parallel_rank=_data_parallel_rank(request),
+            )
+        except Exception as error:
+            raise errors.before_acceptance(error, request) from error
+        assert self._description is not None
+        return self._stream(llm, collector, outputs.OutputReader(request, self._description.eos_token_ids))
+
+    async def _prompt(self, llm: AsyncLLM, request: generate_pb2.GenerateRequest) -> Any:
+        assert self._description is not None
+        salt = request.kv.cache_salt if request.kv.HasField("cache_salt") else None
+        if request.WhichOneof("input") == "prompt":
+            renderer = llm.renderer
+            parsed = parse_model_prompt(llm.model_config, {"prompt": request.prompt})
+            extras = None if salt is None else {"cache_salt": salt}
+            (prompt,) = await renderer.render_cmpl_async([parsed], prompt_extras=extras)
+            ids: Sequence[int] = prompt["prompt_token_ids"]
+            if not ids:
+                raise invalid("prompt", "has no tokens; the tokenizer makes nothing of it")
+            check_prompt_length("prompt", len(ids), self._description)
+        else:
+            ids = list(request.token_ids.ids)
+            prompt = tokens_input(ids, cache_salt=salt)
+        check_prompt_logprob_start(request, len(ids))
+        return prompt
+
+    async def _stream(
+        self, llm: AsyncLLM, collector: RequestOutputCollector, reader: outputs.OutputReader
+    ) -> AsyncGenerator[Step, None]:
+        finished = False
+        try:
+            while not finished:
+                # What is there already is taken without a task switch.
+                output = collector.get_nowait() or await collector.get()
+                assert isinstance(output, RequestOutput)
+                finished = output.finished
+                if output is not STREAM_FINISHED:
+                    yield reader.read(output)
+        except EngineDeadError as error:
+            finished = True
+            raise EngineDied from error
+        except Exception as error:
+            raise errors.after_acceptance(error) from error
+        finally:
+            if not finished:
+                await llm.abort(collector.request_id, internal=True)
+            collector.close()
+
+    async def abort(self, call_id: str) -> None:
+        """vLLM ends the stream with an `abort` finish within a millisecond."""
+        if self._llm is not None and not self._llm.errored:
+            await self._llm.abort(call_id)
+
+    # ------------------------------------------------------------------------------------- load and tokens
+
+    async def load(self) -> LoadSnapshot:
+        """The last step's statistics."""
+        assert self._description is not None
+        return self._board.snapshot(self._description.parallelism.ranks, self._description.total_kv_blocks)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text as vLLM streams it, special tokens left out."""
+        tokenizer = self._running().get_tokenizer()
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token; empty without a tokenizer."""
+        return "" if self._texts is None else self._texts(token_id)
+
+    def _running(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineDied("the engine is stopped")
+        return self._llm
+
+
+def _lora_request(lora: Lora | None) -> LoRARequest | None:
+    return None if lora is None else LoRARequest(lora.name, lora.id, lora.path)
+
+
+def _data_parallel_rank(request: generate_pb2.GenerateRequest) -> int | None:
+    return request.kv.data_parallel_rank if request.kv.HasField("data_parallel_rank") else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

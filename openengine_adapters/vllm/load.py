@@ -1,0 +1,80 @@
+"""The engine's load, as vLLM's scheduler reports it after each step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from openengine_adapters.engine import LoadSnapshot, RankLoad
+
+
+class LoadBoard:
+    """The last scheduler statistics of each data-parallel rank.
+
+    vLLM calls a stat logger for each rank after each of its steps, on the event loop, and not at all while it
+    is idle; the last call of a busy period says zero.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._stats: dict[int, SchedulerStats] = {}
+        self._taken_at = time.time_ns()
+
+    def logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+        """vLLM's factory for one rank's logger."""
+        return _RankLogger(self, engine_index)
+
+    def record(self, rank: int, stats: SchedulerStats) -> None:
+        """Note one step of one rank."""
+        self.steps += 1
+        self._stats[rank] = stats
+        self._taken_at = time.time_ns()
+
+    def snapshot(self, ranks: range, total_kv_blocks: int | None) -> LoadSnapshot:
+        """The load of every rank; vLLM's block total is the sum over the ranks."""
+        per_rank = None if total_kv_blocks is None else total_kv_blocks // len(ranks)
+        return LoadSnapshot([self._rank(rank, per_rank) for rank in ranks], self._taken_at)
+
+    def _rank(self, rank: int, total_kv_blocks: int | None) -> RankLoad:
+        stats = self._stats.get(rank)
+        if stats is None:
+            # No step yet: the engine has done nothing, and zero is what it holds.
+            used = None if total_kv_blocks is None else 0
+            return RankLoad(
+                rank=rank,
+                running_requests=0,
+                queued_requests=0,
+                used_kv_blocks=used,
+                total_kv_blocks=total_kv_blocks,
+            )
+        used = None if total_kv_blocks is None else round(stats.kv_cache_usage * total_kv_blocks)
+        return RankLoad(
+            rank=rank,
+            running_requests=stats.num_running_reqs,
+            queued_requests=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            used_kv_blocks=used,
+            total_kv_blocks=total_kv_blocks,
+        )
+
+
+class _RankLogger(StatLoggerBase):  # type: ignore[misc]  # untyped where vLLM is not installed
+    def __init__(self, board: LoadBoard, rank: int) -> None:
+        self._board = board
+        self._rank = rank
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self._board.record(self._rank, scheduler_stats)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say at start."""

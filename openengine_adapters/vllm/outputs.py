@@ -1,0 +1,104 @@
+"""From vLLM's RequestOutput to the port's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from openengine.v1 import generate_pb2
+from openengine_adapters.core.errors import EngineFailure
+from openengine_adapters.core.validation import stop_token_ids
+from openengine_adapters.engine import Candidate, Delta, Finish, FinishKind, PromptScores, Step, TokenScore
+
+
+class OutputReader:
+    """Reads one request's outputs. vLLM runs with DELTA outputs, so nothing is cumulative."""
+
+    def __init__(self, request: generate_pb2.GenerateRequest, eos_token_ids: frozenset[int]) -> None:
+        response = request.response
+        self._stop_ids = frozenset(stop_token_ids(request.stopping))
+        self._eos = eos_token_ids
+        self._explicit = response.output_candidates.WhichOneof("selection") == "token_ids"
+        self._wants_output = response.return_output_logprobs
+        self._wants_prompt = response.return_prompt_logprobs
+        self._prompt_start = response.prompt_logprob_start
+
+    def read(self, output: RequestOutput) -> Step:
+        """Translate one output. Raises `EngineFailure` where vLLM finished a sequence with an error."""
+        prompt_ids = output.prompt_token_ids or ()
+        step = Step(
+            deltas=[self._delta(completion) for completion in output.outputs],
+            prompt_tokens=len(prompt_ids),
+            cached_prompt_tokens=output.num_cached_tokens,
+        )
+        if self._wants_prompt and output.prompt_logprobs:
+            self._wants_prompt = False
+            step.prompt = self._prompt(prompt_ids, cast(FlatLogprobs, output.prompt_logprobs))
+        return step
+
+    def _delta(self, completion: CompletionOutput) -> Delta:
+        ids = completion.token_ids
+        scores: Sequence[TokenScore] | None = None
+        if self._wants_output:
+            flat = cast(FlatLogprobs, completion.logprobs)
+            scores = [_score(flat, position, ranked=not self._explicit) for position in range(len(ids))]
+        finish = None if completion.finish_reason is None else self._finish(completion)
+        return Delta(completion.index, ids, completion.text, scores, finish)
+
+    def _finish(self, completion: CompletionOutput) -> Finish:
+        reason, stop = completion.finish_reason, completion.stop_reason
+        if reason == "stop":
+            return self._stop(completion)
+        if reason == "length":
+            return Finish(FinishKind.LENGTH)
+        if reason == "abort":
+            return Finish(FinishKind.CANCELLED)
+        if reason == "repetition":
+            return Finish(FinishKind.LENGTH, message="the engine ended a repetition")
+        raise EngineFailure(
+            "the engine could not finish the request",
+            retryable=True,
+            details={"vllm.finish_reason": str(reason), "vllm.stop_reason": str(stop or "")},
+        )
+
+    def _stop(self, completion: CompletionOutput) -> Finish:
+        """Tell the caller's stop from the model's EOS (STOP-04).
+
+        vLLM reports its primary EOS without a reason, and merges the generation config's EOS ids into the stop
+        ids, so that the caller's own list decides.
+        """
+        stop = completion.stop_reason
+        if isinstance(stop, str):
+            return Finish(FinishKind.STOP_TEXT, text=stop)
+        if stop is not None:
+            token_id = stop
+        elif completion.token_ids:
+            token_id = completion.token_ids[-1]
+        else:
+            token_id = min(self._eos, default=0)
+        kind = FinishKind.STOP_TOKEN if token_id in self._stop_ids else FinishKind.EOS
+        return Finish(kind, token_id=token_id)
+
+    def _prompt(self, prompt_ids: Sequence[int], flat: FlatLogprobs) -> PromptScores:
+        positions = range(self._prompt_start, len(prompt_ids))
+        return PromptScores(
+            token_ids=prompt_ids[self._prompt_start :],
+            scores=[_score(flat, position, ranked=True) if position else None for position in positions],
+        )
+
+
+def _score(flat: FlatLogprobs, position: int, *, ranked: bool) -> TokenScore:
+    """The first entry of a position is the token itself, then come the candidates in order.
+
+    vLLM numbers explicit candidates 1, 2, 3 as if they were the best ones; that is not a rank, so it is dropped.
+    """
+    first, end = flat.start_indices[position], flat.end_indices[position]
+    ids, logprobs, ranks = flat.token_ids, flat.logprobs, flat.ranks
+    return TokenScore(
+        logprobs[first],
+        ranks[first],
+        [Candidate(ids[at], logprobs[at], ranks[at] if ranked else None) for at in range(first + 1, end)],
+    )

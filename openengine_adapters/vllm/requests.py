@@ -1,0 +1,115 @@
+"""From a validated GenerateRequest to vLLM's own request: prompt, SamplingParams, priority."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+from openengine.v1 import generate_pb2
+from openengine_adapters.core.errors import invalid
+from openengine_adapters.core.validation import stop_texts, stop_token_ids, wants_several
+from openengine_adapters.engine import GenerateCall
+
+_UINT64_MAX = 2**64 - 1
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+
+
+def sampling_params(call: GenerateCall, defaults: dict[str, Any]) -> SamplingParams:
+    """Build vLLM's parameters; `defaults` is the model's own generation config (SAMP-01)."""
+    request = call.request
+    sampling, stopping = request.sampling, request.stopping
+    values = {name: value for name, value in defaults.items() if name in _SAMPLING_FIELDS}
+    values.update(
+        {field.name: value for field, value in sampling.ListFields() if field.name in _SAMPLING_FIELDS}
+    )
+    several = wants_several(sampling)
+    return SamplingParams(
+        **values,
+        n=several,
+        seed=_seed(sampling, several),
+        stop=stop_texts(stopping),
+        stop_token_ids=stop_token_ids(stopping),
+        max_tokens=_max_tokens(stopping),
+        min_tokens=stopping.min_tokens,
+        ignore_eos=stopping.ignore_eos,
+        include_stop_str_in_output=call.keep_stop,
+        output_kind=RequestOutputKind.DELTA,
+        structured_outputs=_structured_outputs(request),
+        skip_reading_prefix_cache=True if request.kv.bypass_prefix_cache else None,
+        skip_clone=True,
+        **_logprobs(request.response),
+    )
+
+
+def priority(request: generate_pb2.GenerateRequest) -> int:
+    """vLLM schedules the lower value first, the contract the larger (GEN-09)."""
+    return -request.priority
+
+
+def _seed(sampling: generate_pb2.SamplingParams, several: int) -> int | None:
+    if not sampling.HasField("seed"):
+        return None
+    # vLLM gives sequence i the seed + i, and has 64 bits for it.
+    highest = _UINT64_MAX - (several - 1)
+    if sampling.seed > highest:
+        raise invalid(
+            "sampling.seed",
+            f"{sampling.seed} leaves no seeds for {several} sequences; {highest} is the highest",
+            limit=highest,
+            value=sampling.seed,
+        )
+    return int(sampling.seed)
+
+
+def _max_tokens(stopping: generate_pb2.StoppingOptions) -> int | None:
+    """None lets vLLM go to the end of the context, its default would be 16 (STOP-01)."""
+    return stopping.max_tokens if stopping.HasField("max_tokens") else None
+
+
+def _logprobs(response: generate_pb2.ResponseOptions) -> dict[str, Any]:
+    """Flat log-probabilities keep the sampled token apart from the candidates, with its true rank."""
+    values: dict[str, Any] = {}
+    if response.return_output_logprobs:
+        selection = response.output_candidates
+        if selection.WhichOneof("selection") == "token_ids":
+            values["logprob_token_ids"] = list(selection.token_ids.ids)
+        else:
+            values["logprobs"] = _count(selection)
+    if response.return_prompt_logprobs:
+        values["prompt_logprobs"] = _count(response.prompt_candidates)
+    if values:
+        values["flat_logprobs"] = True
+    return values
+
+
+def _count(selection: generate_pb2.CandidateTokenSelection) -> int:
+    """vLLM's number of candidates: -1 is the whole vocabulary, 0 the chosen token alone."""
+    return -1 if selection.WhichOneof("selection") == "all" else selection.top_n
+
+
+def _structured_outputs(request: generate_pb2.GenerateRequest) -> StructuredOutputsParams | None:
+    kind = request.guided.WhichOneof("guide")
+    guided = request.guided
+    if kind == "json_schema":
+        return StructuredOutputsParams(json=guided.json_schema)
+    if kind == "regex":
+        return StructuredOutputsParams(regex=guided.regex)
+    if kind == "ebnf_grammar":
+        return StructuredOutputsParams(grammar=guided.ebnf_grammar)
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=guided.structural_tag)
+    if kind == "choice":
+        return StructuredOutputsParams(choice=list(guided.choice.choices))
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    return None
