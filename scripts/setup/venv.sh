@@ -98,7 +98,7 @@ if ! finished || ! holds "$packages_stamp" "$packages"; then
         choose_python
         "$python" -m venv --clear "$venv"
     fi
-    echo "setup: $venv: installing $(grep -c '==' "$pins") packages from $pins" >&2
+    echo "setup: $venv: installing $(grep -c '^[A-Za-z].*==' "$pins") packages from $pins" >&2
     rm -f "$packages_stamp" "$project_stamp"
     torch_cpu
     install -r "$pins"

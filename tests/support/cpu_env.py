@@ -78,7 +78,7 @@ def vllm_flags(name: str) -> list[str]:
 
 
 def sglang_env() -> dict[str, str]:
-    """What SGLang needs in its environment here, with the path to our stand-ins for its CUDA-only packages."""
+    """What SGLang needs in its environment here, the path to our stand-ins for CUDA packages included."""
     paths = [str(SGLANG_STAND_INS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **_COMMON_ENV,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a server command of this project beside a test, a demo or the conformance suite.
 
-with serving("vllm", "tiny-llama") as server:
-    ...  # server.target is READY
+Usage: `with serving("vllm", "tiny-llama") as server:`, and `server.target` is READY.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands for SGLang's kernel package, of which PyPI has CUDA builds only.
 
-SGLang imports many functions called `*_cpu` from here when it starts and, without AMX, calls two of them: the hash
-behind seeded sampling and the bookkeeping of the token pool.  Those are written out; every other one can be imported
-and fails when it is called.
+SGLang imports many functions called `*_cpu` from here when it starts and, without AMX, calls two of them: the
+hash behind seeded sampling and the bookkeeping of the token pool.  Those are written out; every other one can
+be imported and fails when it is called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 _UINT32 = 0xFFFF_FFFF
 
-# Operators that SGLang looks up under `torch.ops.sgl_kernel` while it imports models, without calling them here.
+# Operators that SGLang looks up under `torch.ops.sgl_kernel` while it imports models, and does not call.
 _ONLY_LOOKED_UP = (
     "fused_gdn_gating_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -37,7 +37,7 @@ def _absorb(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """Hash (64-bit seed, position) of each row with each column: uint32 [rows, columns], as the GPU kernel does."""
+    """Hash (64-bit seed, position) of each row with each column to uint32, as the GPU kernel does."""
     seeds = seed.view(torch.int64)
     state = torch.zeros_like(seeds)
     for word in (seeds, seeds >> 32, positions.to(torch.int64)):
@@ -58,7 +58,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """Write the new cache slots of each request, which lie one after the other, into its row from start to end."""
+    """Write the new cache slots, which lie request after request, into each one's row from start to end."""
     lengths = (end - start).tolist()
     rows = zip(req_pool_indices.tolist(), start.tolist(), out_cache_loc.split(lengths), strict=True)
     for row, begin, slots in rows:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets the torchvision of PyPI, a CUDA build, be imported beside a CPU build of torch.
 
-Its native library cannot be loaded there, so the operators that its Python code registers fake kernels for do not
-exist and the import fails.  This module declares those operators (they stay without an implementation), finds the
-installed torchvision behind itself on the path, and becomes it.
+Its native library cannot be loaded there, so the operators that its Python code registers fake kernels for do
+not exist and the import fails.  This module declares those operators (they stay without an implementation),
+finds the installed torchvision behind itself on the path, and becomes it.
 """
 
 import os
