@@ -104,6 +104,8 @@ class ResponseStream:
     def _delta(self, delta: Delta, out: list[GenerateResponse]) -> None:
         if delta.index not in self._open:
             raise _BrokenPort(f"output {delta.index} after its end, or never asked for")
+        if delta.scores is not None and len(delta.scores) != len(delta.token_ids):
+            raise _BrokenPort("tokens and log-probabilities of different length")
         self._completion += len(delta.token_ids)
         stop_filter = self._filters.get(delta.index)
         finish = delta.finish
@@ -184,8 +186,6 @@ class ResponseStream:
         if delta.scores is None:
             text = self._token_text
             records = [generate_pb2.TokenInfo(token_id=t, token=text(t)) for t in delta.token_ids]
-        elif len(delta.scores) != len(delta.token_ids):
-            raise _BrokenPort("tokens and log-probabilities of different length")
         else:
             records = [self._record(t, score) for t, score in zip(delta.token_ids, delta.scores, strict=True)]
         for record, own in zip(records, delta.token_texts or (), strict=False):

@@ -23,9 +23,7 @@ class TokenTexts:
         text = self._texts.get(token_id)
         if text is None:
             joined = self._decode([self._anchor, token_id])
-            if joined.startswith(self._anchor_text):
-                text = joined[len(self._anchor_text) :]
-            else:
-                text = self._decode([token_id])
+            anchored = joined.startswith(self._anchor_text)
+            text = joined[len(self._anchor_text) :] if anchored else self._decode([token_id])
             self._texts[token_id] = text
         return text
