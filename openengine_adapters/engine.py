@@ -63,7 +63,11 @@ class GenerationSupport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSupport:
-    """What one of Embed, Classify and Score takes; fields that a task has no use for stay at their default."""
+    """What one of Embed, Classify and Score takes; fields that a task has no use for stay at their default.
+
+    The first granularity is the model's default. Numbers are the largest accepted (CAP-03). `native_scoring`
+    False is a Score that takes label tokens only, as on a generation engine.
+    """
 
     input_types: tuple[tasks_pb2.TaskInputType.ValueType, ...]
     granularities: tuple[tasks_pb2.TaskOutputGranularity.ValueType, ...]
@@ -81,6 +85,7 @@ class TaskSupport:
     lora: bool = False
     normalization: bool = False
     dimension_override: bool = False
+    native_scoring: bool = True
     label_token_scoring: bool = False
     instruction: bool = False
     higher_is_better: bool | None = None
@@ -165,9 +170,23 @@ class Lora:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One media input, fetched but not decoded: `data` are the file's bytes, never empty.
+
+    `field` is its place in the request, for refusals. `uuid`, when set, is the caller's name for this content.
+    """
+
+    modality: inputs_pb2.Modality.ValueType
+    data: bytes
+    field: str
+    mime_type: str = ""
+    uuid: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
-    """One validated Generate request.
+    """One validated Generate request; `media` is the request's own, in order.
 
     `id` is ours, unique in the process and of one fixed length, so that engines which match ids by prefix
     cannot hit a neighbour (ABORT-04). With `keep_stop` the engine leaves a matched stop in the text, because
@@ -179,15 +198,27 @@ class GenerateCall:
     keep_stop: bool = False
     lora: Lora | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    media: Sequence[Media] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCall:
-    """What all items of one Embed, Classify or Score call share; `id` as in `GenerateCall`."""
+    """One item of an Embed or Classify call, or one group of a Score call, with what the whole call shares.
+
+    `id` as in `GenerateCall`. `place` is the item's or group's path in the request, for refusals: ``inputs[3]``.
+    `media` holds the media of each multimodal input, in order, by its item id.
+    """
 
     id: str
+    place: str = ""
     priority: int | None = None
     lora: Lora | None = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    media: Mapping[str, Sequence[Media]] = field(default_factory=dict)
+
+    def part_id(self, index: int) -> str:
+        """The id of the call's part `index`, for a group's candidates; as long as every other id."""
+        return f"{self.id[:24]}{index:08x}"
 
 
 # ---------------------------------------------------------------------------------------------------- outputs
@@ -384,12 +415,17 @@ class StartupError(Exception):
 
 @runtime_checkable
 class Embeds(Protocol):
-    """An engine that serves Embed. One call an item; the core bounds how many run at once."""
+    """An engine that serves Embed. One call an item; the core bounds how many run at once.
+
+    For all three tasks: the core cancels a call to end it (abort, client gone, a sibling failed), and the
+    adapter then frees the engine's work before the cancellation leaves it (TASK-08, TASK-09, TASK-15).
+    Options arrive with the granularity filled in. Refusals raise `Rejected`, failures `EngineFailure`.
+    """
 
     async def embed(
         self, call: TaskCall, item: tasks_pb2.TaskInput, options: tasks_pb2.EmbedOptions
     ) -> Tensor:
-        """Embed one item; an absent option is the model's default."""
+        """Embed one item; another absent option is the model's default."""
         ...
 
 
@@ -409,7 +445,7 @@ class Classifies(Protocol):
     async def classify(
         self, call: TaskCall, item: tasks_pb2.TaskInput, options: tasks_pb2.ClassifyOptions
     ) -> Classification:
-        """Classify one item."""
+        """Classify one item; absent semantics are the model's default."""
         ...
 
 
@@ -430,7 +466,7 @@ class Scores(Protocol):
     async def score(
         self, call: TaskCall, group: tasks_pb2.ScoreGroup, options: tasks_pb2.ScoreOptions
     ) -> GroupScores:
-        """Score one group."""
+        """Score one group; `part_id` names its candidates in the engine."""
         ...
 
 
