@@ -41,10 +41,16 @@ async def run_generate(
     with requests.claim(request.request_id, "Generate") as active:
         async with loras.use(request.lora_name) as lora:
             call = _call(active, request, lora, context)
-            stream = await _admit(engine, call, active)
-            async with contextlib.aclosing(stream):
-                await context.send_initial_metadata(())
-                await _Responder(engine, description, request, active, context).run(stream)
+            responder = _Responder(engine, description, request, active, context)
+            try:
+                stream = await _admit(engine, call, active)
+                async with contextlib.aclosing(stream):
+                    await context.send_initial_metadata(())
+                    await responder.run(stream)
+            finally:
+                if not responder.complete:
+                    # Closing a generator that never ran frees nothing, nor does cancelling an admission halfway.
+                    await engine.abort(call.id)
 
 
 async def _admit(engine: Engine, call: GenerateCall, active: ActiveRequest) -> AsyncGenerator[Step, None]:
@@ -59,7 +65,6 @@ async def _admit(engine: Engine, call: GenerateCall, active: ActiveRequest) -> A
             raise Rejected(grpc.StatusCode.UNAVAILABLE, str(active.failure)) from None
         raise
     if active.aborted:
-        await stream.aclose()
         raise Rejected(grpc.StatusCode.CANCELLED, "the request was aborted before it was accepted")
     return stream
 
@@ -111,6 +116,7 @@ class _Responder:
             drop_stop_token=not request.stopping.include_stop_in_output,
             filters=filters,
         )
+        self.complete = False
         self._active = active
         self._context = context
         self._clock = asyncio.get_running_loop().time
@@ -125,6 +131,7 @@ class _Responder:
                 if self._active.failure is not None and not responses.ended:
                     raise self._active.failure
                 if responses.ended:
+                    self.complete = True
                     return
             last = responses.cancel() if self._active.aborted else responses.close()
         except EngineFailure as failure:
@@ -135,11 +142,11 @@ class _Responder:
             failure_outside = self._active.failure
             if failure_outside is None:
                 raise
-            _uncancel()
             if self._active.writing_since is not None:
-                # The reader stalls: nothing more can reach it, so the call ends as a transport failure.
-                await self._context.abort(grpc.StatusCode.ABORTED, str(failure_outside))
-            last = responses.fail(failure_outside)
+                # The reader stalls: nothing more can reach it, so the call just ends and gRPC resets its stream.
+                raise
+            _uncancel()
+            last = responses.cancel() if self._active.aborted else responses.fail(failure_outside)
         for response in last:
             await self._write(response)
 

@@ -8,6 +8,7 @@ description that discovery is answered from (MODEL-07).
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Sequence
 
 import grpc
 
@@ -74,7 +75,7 @@ def check_generate(request: generate_pb2.GenerateRequest, description: EngineDes
     _check_kv(request.kv, description, support)
     if request.HasField("guided"):
         _check_guided(request.guided, support)
-    _check_media(request, support)
+    check_media("media", request.media, support.modalities)
     if request.lora_name and not description.lora:
         raise invalid(
             "lora_name", "LoRA is not enabled on this server; leave it empty", value=request.lora_name
@@ -130,18 +131,26 @@ def _check_input(
         return
     if not support.token_ids_input:
         raise invalid("token_ids", "this engine takes text only; send prompt")
-    ids = request.token_ids.ids
+    check_token_ids("token_ids", request.token_ids.ids, description)
+    check_prompt_length("token_ids", len(request.token_ids.ids), description)
+
+
+def check_token_ids(field: str, ids: Sequence[int], description: EngineDescription) -> None:
+    """Some ids, all of them in the vocabulary (GEN-02, GEN-03)."""
     if not ids:
-        raise invalid("token_ids", "must not be empty")
-    highest = max(ids)
-    if highest >= description.vocab_size:
+        raise invalid(field, "must not be empty")
+    check_vocabulary(field, max(ids), description)
+
+
+def check_vocabulary(field: str, token_id: int, description: EngineDescription) -> None:
+    """An id that the model knows (GEN-03, RESP-05)."""
+    if token_id >= description.vocab_size:
         raise invalid(
-            "token_ids",
-            f"id {highest} is outside the vocabulary; ids go from 0 to {description.vocab_size - 1}",
+            field,
+            f"id {token_id} is outside the vocabulary; ids go from 0 to {description.vocab_size - 1}",
             limit=description.vocab_size - 1,
-            value=highest,
+            value=token_id,
         )
-    check_prompt_length("token_ids", len(ids), description)
 
 
 def check_prompt_length(field: str, length: int, description: EngineDescription) -> None:
@@ -250,14 +259,8 @@ def _check_stopping(
             raise invalid(field, "set stop_text or stop_token_id")
         if kind == "stop_text" and not condition.stop_text:
             raise invalid(f"{field}.stop_text", "must not be empty")
-        if kind == "stop_token_id" and condition.stop_token_id >= description.vocab_size:
-            raise invalid(
-                f"{field}.stop_token_id",
-                f"id {condition.stop_token_id} is outside the vocabulary; ids go from 0 to "
-                f"{description.vocab_size - 1}",
-                limit=description.vocab_size - 1,
-                value=condition.stop_token_id,
-            )
+        if kind == "stop_token_id":
+            check_vocabulary(f"{field}.stop_token_id", condition.stop_token_id, description)
     if stopping.include_stop_in_output and not support.stop_in_output:
         raise invalid("stopping.include_stop_in_output", "this engine cannot leave the stop in; leave it out")
 
@@ -350,13 +353,7 @@ def _check_candidate_ids(
         )
     if len(set(ids)) < len(ids):
         raise invalid(field, "holds an id twice; name each once")
-    if max(ids) >= description.vocab_size:
-        raise invalid(
-            field,
-            f"id {max(ids)} is outside the vocabulary; ids go from 0 to {description.vocab_size - 1}",
-            limit=description.vocab_size - 1,
-            value=max(ids),
-        )
+    check_vocabulary(field, max(ids), description)
 
 
 def check_prompt_logprob_start(request: generate_pb2.GenerateRequest, prompt_length: int) -> None:
@@ -423,21 +420,26 @@ def _check_guided(guided: generate_pb2.GuidedDecoding, support: GenerationSuppor
         raise invalid(f"guided.{kind}", "must not be empty")
 
 
-def _check_media(request: generate_pb2.GenerateRequest, support: GenerationSupport) -> None:
-    """MEDIA-01, MEDIA-02."""
-    for position, item in enumerate(request.media):
-        field = f"media[{position}]"
+def check_media(
+    field: str, items: Sequence[inputs_pb2.MediaItem], modalities: Container[inputs_pb2.Modality.ValueType]
+) -> None:
+    """MEDIA-01, MEDIA-02; what is in the items is looked at when they are loaded."""
+    for position, item in enumerate(items):
+        place = f"{field}[{position}]"
         modality = item.modality or inputs_pb2.MODALITY_IMAGE
-        if modality not in support.modalities:
-            known = modality in inputs_pb2.Modality.values()
-            name = (
-                inputs_pb2.Modality.Name(modality).removeprefix("MODALITY_").lower()
-                if known
-                else str(modality)
-            )
-            raise invalid(f"{field}.modality", f"this model takes no {name} input", value=name)
+        if modality not in modalities:
+            name = modality_name(modality)
+            raise invalid(f"{place}.modality", f"this model takes no {name} input", value=name)
         if item.WhichOneof("source") is None:
-            raise invalid(field, "set one of url, data_uri and raw_bytes")
+            raise invalid(place, "set one of url, data_uri and raw_bytes")
+
+
+def modality_name(modality: int) -> str:
+    """A modality as one small word; one that this build does not know as its number (DISC-12)."""
+    if modality not in inputs_pb2.Modality.values():
+        return str(modality)
+    name = inputs_pb2.Modality.Name(inputs_pb2.Modality.ValueType(modality))
+    return name.removeprefix("MODALITY_").lower()
 
 
 def _check_prefill(request: generate_pb2.GenerateRequest) -> None:

@@ -67,6 +67,7 @@ class FakeEngine:
         self.refuse: Exception | None = None
         self.running: dict[str, asyncio.Event] = {}
         self.closed: list[str] = []
+        self.started: set[str] = set()
         self.calls: list[GenerateCall] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -98,11 +99,14 @@ class FakeEngine:
         return self._stream(call)
 
     async def _stream(self, call: GenerateCall) -> AsyncGenerator[Step, None]:
+        self.started.add(call.id)
         try:
             if self.script is None:
                 await self.running[call.id].wait()
                 outputs = range(call.request.sampling.num_sequences or 1)
-                yield Step([Delta(i, [], "", finish=Finish(FinishKind.CANCELLED)) for i in outputs], prompt_tokens=3)
+                yield Step(
+                    [Delta(i, [], "", finish=Finish(FinishKind.CANCELLED)) for i in outputs], prompt_tokens=3
+                )
                 return
             for step in self.script(call):
                 if isinstance(step, (EngineFailure, Rejected)):
@@ -110,12 +114,14 @@ class FakeEngine:
                 assert isinstance(step, Step)
                 yield step
         finally:
-            del self.running[call.id]
+            self.running.pop(call.id, None)
             self.closed.append(call.id)
 
     async def abort(self, call_id: str) -> None:
         if call_id in self.running and not self.deaf:
             self.running[call_id].set()
+            if call_id not in self.started:
+                del self.running[call_id]
 
     async def load(self) -> LoadSnapshot:
         running = len(self.running)

@@ -55,7 +55,9 @@ def record_text(delta: Delta) -> str:
 @settings(max_examples=300, deadline=None)
 @given(
     tokens=st.lists(st.integers(0, len(WORDS) - 1), max_size=14),
-    stops=st.lists(st.sampled_from(["ab", "b b", "aa", "bab", "é a", "ba"]), min_size=1, max_size=3, unique=True),
+    stops=st.lists(
+        st.sampled_from(["ab", "b b", "aa", "bab", "é a", "ba"]), min_size=1, max_size=3, unique=True
+    ),
     chunk=st.integers(1, 4),
 )
 def test_what_leaves_is_the_text_before_the_match_and_the_records_that_cover_it(
@@ -93,7 +95,9 @@ def test_a_token_that_straddles_the_match_keeps_its_record_and_loses_its_end() -
     stop_filter = StopFilter(["ba"], decode)
     first = stop_filter.push(Delta(0, [5], "aab", scores=[TokenScore(-1.0)]))
     assert first.text == ""
-    last = stop_filter.push(Delta(0, [0], "a", scores=[TokenScore(-2.0)], finish=Finish(FinishKind.STOP_TEXT, text="ba")))
+    last = stop_filter.push(
+        Delta(0, [0], "a", scores=[TokenScore(-2.0)], finish=Finish(FinishKind.STOP_TEXT, text="ba"))
+    )
     assert (last.text, list(last.token_ids), last.token_texts) == ("aa", [5], ["aa"])
     assert last.scores is not None and [s.logprob for s in last.scores] == [-1.0]
 

@@ -22,7 +22,9 @@ def _stream(outputs: int = 1, **options: object) -> ResponseStream:
     return ResponseStream("r1", outputs, _text, **options)  # type: ignore[arg-type]  # test shorthand
 
 
-def check_grammar(responses: Sequence[generate_pb2.GenerateResponse], outputs: int, *, complete: bool) -> None:
+def check_grammar(
+    responses: Sequence[generate_pb2.GenerateResponse], outputs: int, *, complete: bool
+) -> None:
     """STREAM-01 … STREAM-08, for a stream that has ended (`complete`) or is still running."""
     finished: set[int] = set()
     prompt_seen = token_seen = False
@@ -88,7 +90,9 @@ steps = st.builds(
     prompt_tokens=st.integers(0, 20),
     cached_prompt_tokens=st.none() | st.integers(0, 40),
     prompt=st.none()
-    | st.builds(PromptScores, st.lists(st.integers(0, 99), max_size=3), st.lists(st.none() | scores, max_size=3)),
+    | st.builds(
+        PromptScores, st.lists(st.integers(0, 99), max_size=3), st.lists(st.none() | scores, max_size=3)
+    ),
 )
 events = st.lists(steps | st.sampled_from(["cancel", "fail", "close"]), max_size=12)
 
@@ -99,7 +103,11 @@ def test_no_sequence_of_engine_deltas_makes_an_illegal_stream(
     outputs: int, wants_prompt: bool, filtered: bool, script: list[Step | str]
 ) -> None:
     """STREAM-01 … STREAM-08: a property of every sequence, sensible or not."""
-    filters = {i: StopFilter(["ab"], lambda ids: "".join(map(chr, ids))) for i in range(outputs)} if filtered else {}
+    filters = (
+        {i: StopFilter(["ab"], lambda ids: "".join(map(chr, ids))) for i in range(outputs)}
+        if filtered
+        else {}
+    )
     stream = _stream(outputs, wants_prompt=wants_prompt, filters=filters)
     sent: list[generate_pb2.GenerateResponse] = []
     for event in script:
@@ -120,9 +128,13 @@ def test_no_sequence_of_engine_deltas_makes_an_illegal_stream(
 def test_usage_sums_over_all_outputs_and_comes_once() -> None:
     """STREAM-06, STREAM-07."""
     stream = _stream(2)
-    sent = stream.push(Step([Delta(0, [1, 2], "ab"), Delta(1, [3], "c")], prompt_tokens=5, cached_prompt_tokens=4))
+    sent = stream.push(
+        Step([Delta(0, [1, 2], "ab"), Delta(1, [3], "c")], prompt_tokens=5, cached_prompt_tokens=4)
+    )
     sent += stream.push(Step([Delta(1, [], "", finish=Finish(FinishKind.LENGTH))], prompt_tokens=5))
-    sent += stream.push(Step([Delta(0, [4], "d", finish=Finish(FinishKind.EOS, token_id=4))], prompt_tokens=5))
+    sent += stream.push(
+        Step([Delta(0, [4], "d", finish=Finish(FinishKind.EOS, token_id=4))], prompt_tokens=5)
+    )
     usage = sent[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 4, 9)
     assert usage.cached_prompt_tokens == 4
