@@ -53,7 +53,8 @@ def main() -> int:
         seconds = server.wait_ready()
         print(f"  (READY after {seconds:.0f} s)\n", flush=True)
         status = run(server.health_command())
-        status |= run(["openengine", "generate", PROMPT, "--max-tokens", "24", "--target", server.target])
+        options = ["--max-tokens", "24", "--temperature", "0", "--target", server.target]
+        status |= run(["openengine", "generate", PROMPT, *options])
     except ServerFailed as error:
         print(error, file=sys.stderr)
     except KeyboardInterrupt:

@@ -92,7 +92,7 @@ class Server:
         while time.monotonic() < began + timeout:
             if self._process.poll() is not None:
                 raise ServerFailed(f"{self._shown()} exited with {self._process.returncode}\n{self.tail()}")
-            probe = [self._client, *self.health_command()[1:]]
+            probe = [self._client, *self.health_command()[1:], "--connect-timeout", "1"]
             if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
                 return time.monotonic() - began
             time.sleep(0.5)
