@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from openengine_adapters.client import OpenEngineClient, Tls
-from openengine_adapters.client.commands import UsageError
+from openengine_adapters.client.arguments import UsageError
+
+LONG_TIMEOUT = 300.0  # for what may take an engine minutes
 
 
 @contextlib.asynccontextmanager

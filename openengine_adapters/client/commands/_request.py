@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from openengine.v1 import generate_pb2, inputs_pb2, kv_pb2
-from openengine_adapters.client.commands import UsageError
+from openengine_adapters.client.arguments import UsageError
 from openengine_adapters.client.commands._common import read_file
 
 
@@ -95,13 +95,13 @@ def build_request(args: argparse.Namespace) -> generate_pb2.GenerateRequest:
         request_id=args.request_id or f"cli-{uuid.uuid4().hex}",
         lora_name=args.lora,
         priority=args.priority,
-        metadata=dict(_pair(item) for item in args.metadata),
-        media=[_image(source) for source in args.image],
+        metadata=dict(pair(item) for item in args.metadata),
+        media=[image(source) for source in args.image],
     )
     if args.token_ids is not None:
         if args.prompt is not None:
             raise UsageError("the prompt is given twice: as text and with --token-ids")
-        request.token_ids.ids.extend(_token_ids(args.token_ids, "--token-ids"))
+        request.token_ids.ids.extend(token_ids(args.token_ids, "--token-ids"))
     else:
         request.prompt = _prompt(args.prompt)
     _set_groups(request, args)
@@ -173,7 +173,8 @@ def _prompt(text: str | None) -> str:
     return read_file("-", "the prompt").removesuffix("\n")
 
 
-def _token_ids(text: str, option: str) -> list[int]:
+def token_ids(text: str, option: str) -> list[int]:
+    """Return ids given in place, as `1,2,3`, or in a file. Raises `UsageError`."""
     if not re.match(r"[\s\d,\[\]]+$", text):
         text = read_file(text, option)
     try:
@@ -192,7 +193,7 @@ def _candidates(text: str | None, option: str) -> generate_pb2.CandidateTokenSel
         case "all":
             return generate_pb2.CandidateTokenSelection(all=generate_pb2.AllCandidates())
         case str() if text.startswith("ids:"):
-            ids = inputs_pb2.TokenIds(ids=_token_ids(text.removeprefix("ids:"), option))
+            ids = inputs_pb2.TokenIds(ids=token_ids(text.removeprefix("ids:"), option))
             return generate_pb2.CandidateTokenSelection(token_ids=ids)
         case str() if text.isdecimal():
             return generate_pb2.CandidateTokenSelection(top_n=int(text))
@@ -222,22 +223,24 @@ def _session(text: str | None) -> kv_pb2.KvSessionRef | None:
         raise UsageError(f"--kv-session: not a KvSessionRef: {error}") from None
 
 
-def _image(source: str) -> inputs_pb2.MediaItem:
-    image = inputs_pb2.MediaItem(modality=inputs_pb2.MODALITY_IMAGE)
+def image(source: str) -> inputs_pb2.MediaItem:
+    """Return an image from a file, a URL or a data URI. Raises `UsageError`."""
+    item = inputs_pb2.MediaItem(modality=inputs_pb2.MODALITY_IMAGE)
     if source.startswith("data:"):
-        image.data_uri = source
+        item.data_uri = source
     elif source.startswith(("http://", "https://")):
-        image.url = source
+        item.url = source
     else:
         try:
-            image.raw_bytes = Path(source).read_bytes()
+            item.raw_bytes = Path(source).read_bytes()
         except OSError as error:
             raise UsageError(f"--image: cannot read {source}: {error.strerror}") from None
-        image.mime_type = mimetypes.guess_type(source)[0] or ""
-    return image
+        item.mime_type = mimetypes.guess_type(source)[0] or ""
+    return item
 
 
-def _pair(text: str) -> tuple[str, str]:
+def pair(text: str) -> tuple[str, str]:
+    """Return the key and value of --metadata. Raises `UsageError`."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise UsageError(f"--metadata: expected KEY=VALUE, got {text!r}")

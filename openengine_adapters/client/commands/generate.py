@@ -19,8 +19,8 @@ from openengine_adapters.client import (
 )
 from openengine_adapters.client.commands._common import choose_model, connected
 from openengine_adapters.client.commands._request import add_request_arguments, build_request
+from openengine_adapters.client.layout import one_line
 from openengine_adapters.client.messages import to_json
-from openengine_adapters.client.terminal import one_line
 
 if TYPE_CHECKING:
     from openengine_adapters.client.terminal import Terminal

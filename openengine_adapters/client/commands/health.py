@@ -12,6 +12,7 @@ import grpc
 
 from openengine.v1 import discovery_pb2, lifecycle_pb2
 from openengine_adapters.client import ClientError, Incompatible, OpenEngineClient, RpcRejected, Unreachable
+from openengine_adapters.client.arguments import positive
 from openengine_adapters.client.commands._common import unverified
 from openengine_adapters.client.messages import enum_name, enum_value, to_json
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--role", choices=("aggregated", "prefill", "decode"), help="the role that is expected"
     )
     parser.add_argument(
-        "--wait", metavar="SECONDS", type=float, help="ask again until READY, for at most so long"
+        "--wait", metavar="SECONDS", type=positive, help="ask again until READY, for at most so long"
     )
 
 

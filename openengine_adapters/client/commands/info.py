@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from openengine.v1 import discovery_pb2
 from openengine_adapters.client.commands._common import connected
+from openengine_adapters.client.layout import Cell, facts
 from openengine_adapters.client.messages import enum_name, to_json
 
 if TYPE_CHECKING:
-    from openengine_adapters.client.terminal import Cell, Terminal
+    from openengine_adapters.client.terminal import Terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ async def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if terminal.json:
         terminal.record(to_json(info))
         return 0
-    facts: dict[str, Cell] = {
+    values: dict[str, Cell] = {
         "engine": f"{info.engine_name} {info.engine_version}",
         "role": enum_name(discovery_pb2.EngineRole, info.role),
         "models": ", ".join(info.supported_models),
@@ -33,9 +34,9 @@ async def run(args: argparse.Namespace, terminal: Terminal) -> int:
         "oldest client revision": info.minimum_client_revision,
         "schema release": info.schema_release,
     }
-    facts |= {name.replace("_", " "): value for name, value in to_json(info.parallelism).items()}
-    facts["kv connector"] = _connector(info)
-    terminal.facts(facts)
+    values |= {name.replace("_", " "): value for name, value in to_json(info.parallelism).items()}
+    values["kv connector"] = _connector(info)
+    terminal.lines(facts(values))
     return 0
 
 

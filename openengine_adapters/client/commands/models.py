@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from openengine_adapters.client.commands._common import connected
+from openengine_adapters.client.layout import Cell, facts
 from openengine_adapters.client.messages import to_json
 
 if TYPE_CHECKING:
-    from openengine_adapters.client.terminal import Cell, Terminal
+    from openengine_adapters.client.terminal import Terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +29,9 @@ async def run(args: argparse.Namespace, terminal: Terminal) -> int:
                 continue
             if number:
                 terminal.line()
-            facts = dict(_flat(to_json(model)))
-            facts.pop("model id")
-            terminal.facts(facts, title=model.model_id)
+            values = dict(_flat(to_json(model)))
+            del values["model id"]
+            terminal.lines(facts(values, title=model.model_id))
     return 0
 
 
