@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 USAGE = 2  # the exit code of wrong use
@@ -83,20 +84,41 @@ def global_options(*, defaults: bool) -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> float:
-    """Read a duration above zero."""
-    value = not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not in {low} ... {high}")
+        return value
+
+    return read
 
 
-def not_negative(text: str) -> float:
-    """Read a duration."""
+# What a field of the contract can hold; whether the value makes sense is the server's to judge.
+int32 = _integer(-(1 << 31), (1 << 31) - 1)
+int64 = _integer(-(1 << 63), (1 << 63) - 1)
+uint32 = _integer(0, (1 << 32) - 1)
+uint64 = _integer(0, (1 << 64) - 1)
+count = _integer(1, (1 << 32) - 1)
+
+
+def seconds(text: str) -> float:
+    """Read a duration; its milliseconds fit into the contract's field."""
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 <= value < 1e9 or math.isnan(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+        value = math.nan
+    if not 0 <= value <= 4_294_967:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def positive(text: str) -> float:
+    """Read a duration above zero."""
+    value = seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be above 0")
     return value

@@ -61,6 +61,12 @@ class FakeServer:
     requests: dict[str, list[Any]] = field(default_factory=dict)
     metadata: list[tuple[str, str]] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    server: grpc.aio.Server | None = None
+
+    async def stop(self) -> None:
+        """Go away at once, with everything that runs."""
+        assert self.server
+        await self.server.stop(0)
 
     def last(self, rpc: str) -> Any:
         return self.requests[rpc][-1]
@@ -114,6 +120,7 @@ async def serving(fake: FakeServer) -> AsyncIterator[FakeServer]:
     service_pb2_grpc.add_OpenEngineServicer_to_server(_servicer(fake), server)
     port = server.add_insecure_port("127.0.0.1:0")
     fake.target = f"127.0.0.1:{port}"
+    fake.server = server
     await server.start()
     try:
         yield fake

@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from openengine.v1 import generate_pb2, inputs_pb2, kv_pb2
-from openengine_adapters.client.arguments import UsageError
+from openengine_adapters.client.arguments import UsageError, int32, uint32, uint64
 from openengine_adapters.client.commands._common import read_file
 
 
@@ -37,29 +37,29 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--image", action="append", default=[], metavar="FILE|URL", help="an image, in order; may be repeated"
     )
-    add("--priority", type=int, help="larger runs earlier")
+    add("--priority", type=int32, help="larger runs earlier")
     add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="carried along; may be repeated")
 
     add = parser.add_argument_group("sampling; what is not given is the engine's default").add_argument
     add("--temperature", type=float, help="0 always takes the likeliest token")
     add("--top-p", type=float, help="only the likeliest tokens that make up this probability")
-    add("--top-k", type=int, help="only so many of the likeliest tokens")
+    add("--top-k", type=int32, help="only so many of the likeliest tokens")
     add("--min-p", type=float, help="only tokens at least so likely, relative to the likeliest")
     add("--frequency-penalty", type=float, help="against tokens, by how often they came")
     add("--presence-penalty", type=float, help="against tokens that came at all")
     add("--repetition-penalty", type=float, help="against tokens of prompt and output; 1 is none")
-    add("--seed", type=int, help="the same seed, the same output")
-    add("--n", type=int, help="how many outputs")
+    add("--seed", type=uint64, help="the same seed, the same output")
+    add("--n", type=uint32, help="how many outputs")
 
     add = parser.add_argument_group("end of the output").add_argument
-    add("--max-tokens", type=int, help="at most so many tokens each (default: what the context holds)")
-    add("--min-tokens", type=int, help="no end before so many tokens")
+    add("--max-tokens", type=uint32, help="at most so many tokens each (default: what the context holds)")
+    add("--min-tokens", type=uint32, help="no end before so many tokens")
     add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
     add(
         "--stop-token-id",
         action="append",
         default=[],
-        type=int,
+        type=uint32,
         metavar="ID",
         help="end at this token; may be repeated",
     )
@@ -70,7 +70,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     selection = "N best candidates, `all`, or the candidates `ids:1,2,3`"
     add("--logprobs", metavar="N", help=f"of the output's tokens, with the {selection}")
     add("--prompt-logprobs", metavar="N", help=f"of the prompt's tokens, with the {selection}")
-    add("--prompt-logprob-start", type=int, metavar="POSITION", help="the first prompt token to report")
+    add("--prompt-logprob-start", type=uint32, metavar="POSITION", help="the first prompt token to report")
 
     group = parser.add_argument_group("guided output; one of these")
     add = group.add_mutually_exclusive_group().add_argument
@@ -85,7 +85,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("KV cache").add_argument
     add("--cache-salt", metavar="SALT", help="share cached prefixes only under the same salt")
     add("--bypass-prefix-cache", action="store_true", default=None, help="compute the whole prompt anew")
-    add("--data-parallel-rank", type=int, metavar="RANK", help="run on this rank")
+    add("--data-parallel-rank", type=uint32, metavar="RANK", help="run on this rank")
     add("--kv-session", metavar="FILE|JSON", help="a prefill server's hand-off, for a decode server")
 
 
@@ -157,12 +157,9 @@ def _set_groups(request: generate_pb2.GenerateRequest, args: argparse.Namespace)
 
 def _set(request: generate_pb2.GenerateRequest, group: str, values: dict[str, Any]) -> None:
     given = {name: value for name, value in values.items() if value is not None}
-    message = getattr(request, group)
-    for name, value in given.items():
-        try:
-            message.MergeFrom(type(message)(**{name: value}))
-        except ValueError:  # protobuf: out of the field's range
-            raise UsageError(f"{group}.{name}: {value} is out of range") from None
+    if given:
+        message = getattr(request, group)
+        message.CopyFrom(type(message)(**given))
 
 
 def _prompt(text: str | None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from openengine.v1 import inputs_pb2, model_pb2, tasks_pb2
 from openengine_adapters.client import OpenEngineClient
-from openengine_adapters.client.arguments import UsageError
+from openengine_adapters.client.arguments import UsageError, count, int32
 from openengine_adapters.client.commands._common import LONG_TIMEOUT, choose_model, connected, read_file
 from openengine_adapters.client.commands._request import image, pair
 from openengine_adapters.client.layout import Cell, table
@@ -42,7 +42,7 @@ def add_task_arguments(parser: argparse.ArgumentParser, inputs: str) -> None:
     add("--jsonl", action="store_true", help="each line is a JSON object: see below")
     add(
         "--batch-size",
-        type=int,
+        type=count,
         metavar="N",
         help="at most so many in a call (default: what the server advertises)",
     )
@@ -50,7 +50,7 @@ def add_task_arguments(parser: argparse.ArgumentParser, inputs: str) -> None:
     add("--model", default="", help="which model (default: the server's only one)")
     add("--request-id", default="", metavar="ID", help="an id to abort it by; later batches add -1, -2, ...")
     add("--lora", default="", metavar="NAME", help="a loaded LoRA adapter")
-    add("--priority", type=int, help="larger runs earlier")
+    add("--priority", type=int32, help="larger runs earlier")
     add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="carried along; may be repeated")
     add("--granularity", choices=GRANULARITIES, help="one result for the whole input, or for each token")
 
@@ -59,8 +59,6 @@ def read_lines(args: argparse.Namespace) -> list[Any]:
     """Return the inputs as given: texts, or JSON objects with --jsonl. Raises `UsageError`."""
     if args.texts and args.file:
         raise UsageError("inputs are given twice: as arguments and with --file")
-    if args.batch_size is not None and args.batch_size < 1:
-        raise UsageError("--batch-size: must be above 0")
     source = args.file or "-"
     lines: list[str] = args.texts or read_file(source, "inputs").splitlines()
     lines = [line for line in lines if line.strip()]

@@ -8,7 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from openengine_adapters.client import DrainStep
-from openengine_adapters.client.arguments import not_negative
+from openengine_adapters.client.arguments import seconds
 from openengine_adapters.client.commands._common import connected
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How long, and what then."""
     parser.add_argument(
-        "--deadline", type=not_negative, metavar="SECONDS", help="wait for so long (default: for ever)"
+        "--deadline", type=seconds, metavar="SECONDS", help="wait for so long (default: for ever)"
     )
     parser.add_argument("--abort-after-deadline", action="store_true", help="then abort what still runs")
     parser.add_argument("--keep-accepting", action="store_true", help="go on taking new requests meanwhile")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from openengine.v1 import model_pb2, tasks_pb2
 from openengine_adapters.client import OpenEngineClient
+from openengine_adapters.client.arguments import uint32
 from openengine_adapters.client.commands._tasks import (
     DEFAULT_BATCH,
     Job,
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_arguments(parser, "texts to embed")
     add = parser.add_argument_group("embedding; what is not given is the model's default").add_argument
     add("--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to length 1")
-    add("--dimensions", type=int, metavar="N", help="reduce vectors to so many values")
+    add("--dimensions", type=uint32, metavar="N", help="reduce vectors to so many values")
     add("--encoding", choices=("dense", "sparse"), help="how vectors are written")
 
 

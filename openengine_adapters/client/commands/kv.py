@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from openengine.v1 import kv_pb2
 from openengine_adapters.client import OpenEngineClient
-from openengine_adapters.client.arguments import add_actions
+from openengine_adapters.client.arguments import add_actions, uint32, uint64
 from openengine_adapters.client.commands._common import connected
 from openengine_adapters.client.kv_view import CacheView
 from openengine_adapters.client.layout import Cell, Line, table
@@ -30,12 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument(
             "--rank",
             action="append",
-            type=int,
+            type=uint32,
             default=[],
             help="only this data-parallel rank; may be repeated",
         )
     watch.add_argument("--snapshot", action="store_true", help="begin with what the cache holds now")
-    watch.add_argument("--start", type=int, default=0, metavar="N", help="replay from this sequence number")
+    watch.add_argument(
+        "--start", type=uint64, default=0, metavar="N", help="replay from this sequence number"
+    )
 
 
 async def run(args: argparse.Namespace, terminal: Terminal) -> int:

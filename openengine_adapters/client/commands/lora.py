@@ -7,7 +7,7 @@ import os
 import zlib
 from typing import TYPE_CHECKING
 
-from openengine_adapters.client.arguments import add_actions
+from openengine_adapters.client.arguments import add_actions, int64
 from openengine_adapters.client.commands._common import LONG_TIMEOUT, connected
 from openengine_adapters.client.layout import Cell, table
 from openengine_adapters.client.messages import to_json
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = action("load", "make an adapter available")
     load.add_argument("name", help="the name that requests use")
     load.add_argument("path", type=os.path.abspath, help="its directory, as the server sees it")
-    load.add_argument("--id", type=int, help="its number, above 0 (default: made from the name)")
+    load.add_argument("--id", type=int64, help="its number, above 0 (default: made from the name)")
     unload = action("unload", "take an adapter away, once no request uses it")
     unload.add_argument("name", help="the name it was loaded under")
     action("list", "adapters loaded at present")
