@@ -19,6 +19,9 @@ PARAGRAPHS: Final = (
     "each rope. Words are the first of their tools, and they are the last to wear out. ",
     "The train was late again. Nobody on the platform was in a hurry, for it was a day of rest, and the sun was "
     "on the rails. A child counted the birds on the wire and lost count and began again. ",
+    "It was a good day. The end.",
+    "Yes.",
+    "No, not at all.",
     '{"name": "Ada", "age": 36, "city": "London", "tags": ["tea", "rain", "sea"], "ok": true}',
     '{"id": 7, "title": "The old house", "price": 12.5, "sold": false, "owner": null, "size": {"x": 3, "y": 4}}',
     '{"answer": "yes", "score": 0.75, "items": [1, 2, 3, 10, 25], "note": "it was there"}',
