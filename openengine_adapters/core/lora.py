@@ -28,7 +28,8 @@ class LoraRegistry:
         self._change = asyncio.Lock()
 
     def loaded(self) -> list[Lora]:
-        """The loaded adapters, by id (LORA-06)."""
+        """The loaded adapters, by id (LORA-06). Raises `Rejected` without LoRA (LORA-05)."""
+        self._require_host()
         return sorted(self._loaded.values(), key=lambda lora: lora.id)
 
     @contextlib.asynccontextmanager

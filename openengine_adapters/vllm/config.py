@@ -59,11 +59,18 @@ def check_version(version: str) -> None:
 
 
 def describe(
-    config: VllmConfig, tokenizer: TokenizerLike | None, tasks: tuple[str, ...], version: str
+    config: VllmConfig,
+    tokenizer: TokenizerLike | None,
+    tasks: tuple[str, ...],
+    version: str,
+    served: str | list[str] | None,
 ) -> EngineDescription:
-    """Describe the running engine from its live configuration."""
+    """Describe the running engine from its live configuration.
+
+    `served` are the names that vLLM was started with; its configuration keeps only the first.
+    """
     model, parallel = config.model_config, config.parallel_config
-    names = served_names(model.served_model_name)
+    names = served_names(served)
     return EngineDescription(
         engine_name="vllm",
         engine_version=version,
@@ -92,7 +99,7 @@ def describe(
 
 
 def served_names(served: str | list[str] | None) -> list[str]:
-    """vLLM keeps one name or a list of them."""
+    """The names to serve under; vLLM takes one name or a list of them."""
     if served is None:
         return []
     return [served] if isinstance(served, str) else list(served)

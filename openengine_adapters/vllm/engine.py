@@ -67,7 +67,9 @@ class VllmEngine:
             self._texts = TokenTexts(
                 lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False), anchor
             )
-        self._description = config.describe(llm.vllm_config, tokenizer, tuple(tasks), vllm.__version__)
+        self._description = config.describe(
+            llm.vllm_config, tokenizer, tuple(tasks), vllm.__version__, self._args.served_model_name
+        )
         return self._description
 
     def _build(self) -> AsyncLLM:
@@ -105,7 +107,7 @@ class VllmEngine:
         `AsyncLLM.generate` would report a refusal only at its first step; `add_request`, which it is built on,
         returns as soon as the core has the request.
         """
-        llm = self._running()
+        llm = self.llm
         request = call.request
         try:
             params = requests.sampling_params(call, self._defaults)
@@ -178,14 +180,16 @@ class VllmEngine:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text as vLLM streams it, special tokens left out."""
-        tokenizer = self._running().get_tokenizer()
+        tokenizer = self.llm.get_tokenizer()
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
         """The text of one token; empty without a tokenizer."""
         return "" if self._texts is None else self._texts(token_id)
 
-    def _running(self) -> AsyncLLM:
+    @property
+    def llm(self) -> AsyncLLM:
+        """The running AsyncLLM. Raises `EngineDied` before the start and after the stop."""
         if self._llm is None:
             raise EngineDied("the engine is stopped")
         return self._llm
