@@ -115,6 +115,13 @@ class Context:
         request.MergeFrom(generate_pb2.GenerateRequest(**fields))
         return request
 
+    def copy(self, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
+        """Return the same request under a new id."""
+        twin = generate_pb2.GenerateRequest()
+        twin.CopyFrom(request)
+        twin.request_id = self.new_id()
+        return twin
+
     def steady(
         self, prompt: str | Sequence[int] | None = None, **fields: Any
     ) -> generate_pb2.GenerateRequest:
@@ -281,14 +288,30 @@ class Context:
         except Refused as refused:
             raise Failure(f"the server does not serve a plain request afterwards: {refused}", rule) from None
 
+    async def idle(self) -> bool:
+        """Whether the server reports no request, running or queued."""
+        load = await self.load()
+        expect(
+            load.HasField("running_requests"),
+            "running_requests is absent: nobody can tell a free slot",
+            "LOAD-01",
+        )
+        return load.running_requests == 0 and load.queued_requests == 0
+
     async def until(
-        self, condition: Callable[[], Awaitable[object]], what: str, rule: str = "", *, within: float
+        self,
+        condition: Callable[[], Awaitable[object]],
+        what: str,
+        rule: str = "",
+        *,
+        within: float,
+        every: float = POLL_INTERVAL,
     ) -> None:
         """Poll until `condition` holds; fail when it does not `within` that many seconds."""
         end = time.monotonic() + within
         while not await condition():
             expect(time.monotonic() < end, f"{what} within {within:g} s", rule)
-            await asyncio.sleep(POLL_INTERVAL)
+            await asyncio.sleep(every)
 
     # ------------------------------------------------------------------------------------------- clean-up
 

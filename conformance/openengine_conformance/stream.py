@@ -137,6 +137,15 @@ class Stream:
             raise Failure(f"the stream ended with status {self._how_it_ended()}", "STREAM-08")
         return self
 
+    async def outcome(self) -> grpc.StatusCode:
+        """Read to the end and return the status; a stream that was accepted must keep the rules."""
+        try:
+            await self.drain()
+        except Refused as refused:
+            return refused.code
+        self.check()
+        return self.status or grpc.StatusCode.UNKNOWN
+
     async def drain(self) -> Stream:
         """Read to the end without judging it."""
         while await self.read() is not None:
