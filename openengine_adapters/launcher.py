@@ -55,7 +55,9 @@ class _Launch:
         self._engine = engine
         self._options = options
         limits = Limits(stall_s=options.stall_timeout, hang_s=options.hang_timeout)
-        self._servicer = OpenEngineServicer(engine, options.instance_id, options.schema_release, limits)
+        self._servicer = OpenEngineServicer(
+            engine, options.instance_id, options.schema_release, limits, options.media
+        )
         self._server = Server(self._servicer, options.host, options.port, options.max_message_mib)
         self._stop = asyncio.Event()
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openengine_adapters.core.capabilities import DEFAULT_SCHEMA_RELEASE, check_schema_release
+from openengine_adapters.core.fetch import HostRule
+from openengine_adapters.core.media import MediaPolicy
 
 ROLES = ("aggregated", "prefill", "decode")
 
@@ -29,6 +31,7 @@ class ServerOptions:
     drain_grace: float
     stay_up: bool
     max_message_mib: int
+    media: MediaPolicy
     log_level: str
     log_format: str
     print_capabilities: bool
@@ -75,6 +78,19 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--max-message-mib", type=int, default=256, metavar="N", help="largest message (default: 256)"
     )
     group.add_argument(
+        "--allow-media-host", type=_host_rule, action="append", default=[], metavar="HOST",
+        help="fetch media by URL from this host, host:port, *.domain or * (any public host); may be repeated "
+        "(default: fetch none)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-media-mib", type=_positive, default=64, metavar="N",
+        help="most media in one request, as files (default: 64)",
+    )  # fmt: skip
+    group.add_argument(
+        "--media-timeout", type=_seconds, default=10.0, metavar="S",
+        help="longest time to fetch one file (default: 10)",
+    )  # fmt: skip
+    group.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="log lines (default: text)"
     )
     group.add_argument(
@@ -99,6 +115,11 @@ def server_options(parsed: argparse.Namespace) -> ServerOptions:
         drain_grace=parsed.drain_grace,
         stay_up=parsed.stay_up,
         max_message_mib=parsed.max_message_mib,
+        media=MediaPolicy(
+            hosts=tuple(parsed.allow_media_host),
+            max_bytes=parsed.max_media_mib * 2**20,
+            timeout_s=parsed.media_timeout,
+        ),
         log_level=parsed.openengine_log_level,
         log_format=parsed.log_format,
         print_capabilities=parsed.print_capabilities,
@@ -124,6 +145,20 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return seconds
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def _host_rule(text: str) -> HostRule:
+    try:
+        return HostRule.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _release(text: str) -> str:

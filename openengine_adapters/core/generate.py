@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Mapping
 
@@ -16,6 +17,7 @@ import grpc
 from openengine.v1 import discovery_pb2, generate_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected
 from openengine_adapters.core.lora import LoraRegistry
+from openengine_adapters.core.media import MediaLoader
 from openengine_adapters.core.requests import ActiveRequest, RequestTable
 from openengine_adapters.core.stops import StopFilter
 from openengine_adapters.core.stream import ResponseStream
@@ -34,6 +36,7 @@ async def run_generate(
     description: EngineDescription,
     requests: RequestTable,
     loras: LoraRegistry,
+    media: MediaLoader,
     request: generate_pb2.GenerateRequest,
     context: GenerateContext,
 ) -> None:
@@ -43,7 +46,7 @@ async def run_generate(
             call = _call(active, request, lora, context)
             responder = _Responder(engine, description, request, active, context)
             try:
-                stream = await _admit(engine, call, active)
+                stream = await _admit(engine, call, active, media)
                 async with contextlib.aclosing(stream):
                     await context.send_initial_metadata(())
                     await responder.run(stream)
@@ -53,19 +56,29 @@ async def run_generate(
                     await engine.abort(call.id)
 
 
-async def _admit(engine: Engine, call: GenerateCall, active: ActiveRequest) -> AsyncGenerator[Step, None]:
+async def _admit(
+    engine: Engine, call: GenerateCall, active: ActiveRequest, loader: MediaLoader
+) -> AsyncGenerator[Step, None]:
+    aborted = Rejected(grpc.StatusCode.CANCELLED, "the request was aborted before it was accepted")
     try:
+        if call.request.media:
+            media = await loader.for_request().load("media", call.request.media)
+            call = dataclasses.replace(call, media=media)
+        if active.aborted:
+            raise aborted
         stream = await engine.generate(call)
     except EngineDied as death:
         raise Rejected(grpc.StatusCode.UNAVAILABLE, str(death)) from death
     except EngineFailure as failure:
         raise Rejected(grpc.StatusCode.INTERNAL, str(failure)) from failure
     except asyncio.CancelledError:
+        if active.aborted:
+            raise aborted from None
         if active.failure is not None:
             raise Rejected(grpc.StatusCode.UNAVAILABLE, str(active.failure)) from None
         raise
     if active.aborted:
-        raise Rejected(grpc.StatusCode.CANCELLED, "the request was aborted before it was accepted")
+        raise aborted
     return stream
 
 
@@ -78,11 +91,11 @@ def _call(
         request=request,
         keep_stop=include or bool(stop_texts(request.stopping)),
         lora=lora,
-        trace_headers=_trace_headers(request.metadata, context),
+        trace_headers=trace_headers(request.metadata, context),
     )
 
 
-def _trace_headers(metadata: Mapping[str, str], context: GenerateContext) -> dict[str, str]:
+def trace_headers(metadata: Mapping[str, str], context: GenerateContext) -> dict[str, str]:
     """W3C trace context, from the request's metadata or from gRPC's (GEN-07)."""
     headers = {key: metadata[key] for key in TRACE_KEYS if key in metadata}
     for key, value in context.invocation_metadata() or ():

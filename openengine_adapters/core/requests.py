@@ -37,9 +37,10 @@ class AbortOutcome(enum.Enum):
 class ActiveRequest:
     """One request in flight, owned by the handler task that claimed it.
 
-    `call_id` is the id that the engine sees. `writing_since` is the loop time at which a write to the client
-    began, None while none is pending; the watchdog reads it (STREAM-10). `interrupt` ends the request from
-    outside with a failure (engine death, stalled reader).
+    `call_id` is the id that the engine sees. A `unary` request has no stream that the engine could end;
+    cancelling its handler ends it. `writing_since` is the loop time at which a write to the client began, None
+    while none is pending; the watchdog reads it (STREAM-10). `interrupt` ends the request from outside with a
+    failure (engine death, stalled reader).
     """
 
     __slots__ = (
@@ -51,12 +52,16 @@ class ActiveRequest:
         "kind",
         "request_id",
         "started",
+        "unary",
         "writing_since",
     )
 
-    def __init__(self, request_id: str, kind: str, task: asyncio.Task[Any] | None) -> None:
+    def __init__(
+        self, request_id: str, kind: str, task: asyncio.Task[Any] | None, *, unary: bool = False
+    ) -> None:
         self.request_id = request_id
         self.kind = kind
+        self.unary = unary
         self.call_id = uuid.uuid4().hex
         self.started = time.monotonic()
         self.aborted = False
@@ -111,16 +116,16 @@ class RequestTable:
         return iter(list(self._active.values()))
 
     @contextlib.contextmanager
-    def claim(self, request_id: str, kind: str) -> Iterator[ActiveRequest]:
+    def claim(self, request_id: str, kind: str, *, unary: bool = False) -> Iterator[ActiveRequest]:
         """Hold `request_id` for the calling task. Raises `Rejected` ALREADY_EXISTS (GEN-04, TASK-07)."""
         if request_id in self._active:
             raise Rejected(
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"{request_id!r} is in flight; wait for its end, abort it, or use another id",
-                field="request_id",
+                field="context.request_id" if unary else "request_id",
                 value=request_id,
             )
-        request = ActiveRequest(request_id, kind, asyncio.current_task())
+        request = ActiveRequest(request_id, kind, asyncio.current_task(), unary=unary)
         self._active[request_id] = request
         self._ended.pop(request_id, None)
         try:
@@ -161,7 +166,10 @@ class RequestTable:
     async def abort_request(self, request: ActiveRequest) -> None:
         """End this very request, whoever holds its id by now."""
         request.aborted = True
-        await self._abort_in_engine(request.call_id)
+        if request.unary:
+            request.interrupt(EngineFailure("aborted", code=errors_pb2.ERROR_CODE_CANCELLED))
+        else:
+            await self._abort_in_engine(request.call_id)
         if not await request.wait_done(ABORT_GRACE_S):
             # The reader stalls or the engine is slow to answer: the id must be free all the same.
             request.interrupt(EngineFailure("aborted", code=errors_pb2.ERROR_CODE_CANCELLED), force=True)

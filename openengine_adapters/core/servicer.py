@@ -24,11 +24,13 @@ from openengine.v1 import (
 from openengine_adapters.core import capabilities, load, validation
 from openengine_adapters.core.drain import Drains
 from openengine_adapters.core.errors import EngineFailure, Rejected, invalid
-from openengine_adapters.core.generate import run_generate
+from openengine_adapters.core.generate import run_generate, trace_headers
 from openengine_adapters.core.health import Health
 from openengine_adapters.core.lifecycle import Lifecycle
 from openengine_adapters.core.lora import LoraRegistry
+from openengine_adapters.core.media import MediaLoader, MediaPolicy
 from openengine_adapters.core.requests import AbortOutcome, RequestTable
+from openengine_adapters.core.tasks import Tasks
 from openengine_adapters.core.watchdog import Limits, Watchdog
 from openengine_adapters.engine import Engine, EngineDescription, HandsOffKv, HostsLora, Lora
 
@@ -79,7 +81,12 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
     """Serves the contract over one engine. Before `opened` is called it answers as STARTING."""
 
     def __init__(
-        self, engine: Engine, instance_id: str, schema_release: str, limits: Limits | None = None
+        self,
+        engine: Engine,
+        instance_id: str,
+        schema_release: str,
+        limits: Limits | None = None,
+        media: MediaPolicy | None = None,
     ) -> None:
         self.engine = engine
         self.lifecycle = Lifecycle()
@@ -92,6 +99,7 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         self._health = Health(engine, self.lifecycle)
         self._load = load.LoadReader(engine)
         self._loras = LoraRegistry(None)
+        self._media = MediaLoader(media or MediaPolicy())
 
     def opened(self, description: EngineDescription) -> None:
         """The engine is up and is `description`: take requests from now on."""
@@ -111,21 +119,23 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         validation.check_generate(request, description)
         if request.kv.HasField("session") and isinstance(self.engine, HandsOffKv):
             self.engine.check_session(request.kv.session)
-        await run_generate(self.engine, description, self.requests, self._loras, request, context)
+        await run_generate(
+            self.engine, description, self.requests, self._loras, self._media, request, context
+        )
 
     @rpc
     async def Embed(self, request: tasks_pb2.EmbedRequest, context: Context) -> tasks_pb2.EmbedResponse:
-        raise self._no_task("Embed")
+        return await self._tasks().embed(request, trace_headers(request.context.metadata, context))
 
     @rpc
     async def Classify(
         self, request: tasks_pb2.ClassifyRequest, context: Context
     ) -> tasks_pb2.ClassifyResponse:
-        raise self._no_task("Classify")
+        return await self._tasks().classify(request, trace_headers(request.context.metadata, context))
 
     @rpc
     async def Score(self, request: tasks_pb2.ScoreRequest, context: Context) -> tasks_pb2.ScoreResponse:
-        raise self._no_task("Score")
+        return await self._tasks().score(request, trace_headers(request.context.metadata, context))
 
     # ------------------------------------------------------------------------------------------- discovery
 
@@ -255,11 +265,9 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         assert self.description is not None  # READY and DRAINING come after `opened`
         return self.description
 
-    def _no_task(self, task: str) -> Rejected:
-        self.lifecycle.require_started()
-        return Rejected(
-            grpc.StatusCode.FAILED_PRECONDITION, f"this model does not serve {task}", field="model"
-        )
+    def _tasks(self) -> Tasks:
+        self.lifecycle.require_open()
+        return Tasks(self.engine, self._described(), self.requests, self._loras, self._media)
 
     def _open_sessions(self) -> int:
         return self.engine.open_sessions() if isinstance(self.engine, HandsOffKv) else 0
