@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ def openengine(
     for name in ("OPENENGINE_TARGET", "OPENENGINE_TOKEN", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
 
     async def run(*arguments: str, stdin: str = "") -> Outcome:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))

@@ -27,8 +27,8 @@ async def test_text_goes_to_stdout_and_the_usage_line_to_stderr(
     fake.answers["Generate"] = [tokens(" Paris"), tokens("."), end]
     outcome = await openengine("generate", "The capital of France is")
     assert (outcome.code, outcome.out) == (0, " Paris.\n")
-    usage, end, *times = outcome.err.rstrip().split(" · ")
-    assert (usage, end) == ("4 prompt (1 cached) + 3 new tokens", "stop at the model's end")
+    usage, why, *times = outcome.err.rstrip().split(" · ")
+    assert (usage, why) == ("4 prompt (1 cached) + 3 new tokens", "stop at the model's end")
     assert re.fullmatch(r"\d+\.\d\d s, first after \d+\.\d\d s, [\d.]+ tokens/s", ", ".join(times))
     assert fake.last("Generate").prompt == "The capital of France is"
     assert fake.last("Generate").model == "tiny"
