@@ -44,7 +44,7 @@ class HostRule:
         """Raises ValueError."""
         parts = urllib.parse.urlsplit(f"//{text}")
         host = _ascii_host(parts.hostname or "")
-        stem = "any" if host == "*" else host.removeprefix("*.")
+        stem = "any" if parts.hostname == "*" else host.removeprefix("*.")
         extra = parts.path or parts.query or parts.fragment or parts.username
         if extra or not stem or "*" in stem:
             raise ValueError(f"{text!r} is no host; give host, host:port, *.domain or *")

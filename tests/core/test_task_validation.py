@@ -133,7 +133,9 @@ def test_a_task_that_is_not_served(task: str) -> None:
         (multimodal(token_ids=inputs_pb2.TokenIds(ids=[100]), media=[PIXELS]), ".multimodal.token_ids"),
         (multimodal(media=[inputs_pb2.MediaItem()]), ".multimodal.media[0]"),
         (
-            multimodal(media=[PIXELS, inputs_pb2.MediaItem(modality=3, raw_bytes=b"x")]),
+            multimodal(
+                media=[PIXELS, inputs_pb2.MediaItem(modality=inputs_pb2.MODALITY_AUDIO, raw_bytes=b"x")]
+            ),
             ".multimodal.media[1].modality",
         ),
         (multimodal(media=[UNKNOWN_MODALITY]), ".multimodal.media[0].modality"),
