@@ -337,7 +337,10 @@ class LoadSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventPublisher:
-    """One native ZMQ publisher of KV events. `endpoint` and `replay_endpoint` are what a local client connects to."""
+    """One native ZMQ publisher of KV events. `endpoint` and `replay_endpoint` are what a local client connects to.
+
+    `every_interface` says that it listens on all of them, so that others reach it under this machine's name.
+    """
 
     rank: int
     endpoint: str
@@ -347,6 +350,7 @@ class KvEventPublisher:
     hwm: int | None = None
     max_queue_size: int | None = None
     block_size: int | None = None
+    every_interface: bool = False
 
 
 @dataclass(frozen=True, slots=True)

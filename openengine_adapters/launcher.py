@@ -16,6 +16,8 @@ from google.protobuf import json_format
 from openengine.v1 import lifecycle_pb2
 from openengine_adapters import logs, orphans
 from openengine_adapters.core import capabilities
+from openengine_adapters.core.kv.discovery import Reachable
+from openengine_adapters.core.kv.plane import KvOptions
 from openengine_adapters.core.servicer import OpenEngineServicer
 from openengine_adapters.core.watchdog import Limits
 from openengine_adapters.engine import Engine, EngineDescription, StartupError
@@ -55,9 +57,11 @@ class _Launch:
         self._engine = engine
         self._options = options
         limits = Limits(stall_s=options.stall_timeout, hang_s=options.hang_timeout)
+        kv = KvOptions(source=options.kv_source, hash_encoding=options.kv_hash_encoding)
         self._servicer = OpenEngineServicer(
-            engine, options.instance_id, options.schema_release, limits, options.media
+            engine, options.instance_id, options.schema_release, limits, options.media, kv
         )
+        self._servicer.reachable = Reachable(advertise_host=options.advertise_host)
         self._server = Server(self._servicer, options.host, options.port, options.max_message_mib)
         self._stop = asyncio.Event()
 
@@ -82,6 +86,7 @@ class _Launch:
             for task in (starting, stopping):
                 task.cancel()
             await asyncio.gather(starting, stopping, return_exceptions=True)
+            await self._servicer.closed()
             await self._server.stop(CLOSE_GRACE_S)
             await self._engine.stop()
 

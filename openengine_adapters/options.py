@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from openengine_adapters.core.capabilities import DEFAULT_SCHEMA_RELEASE, check_schema_release
 from openengine_adapters.core.fetch import HostRule
+from openengine_adapters.core.kv.discovery import SOURCES, is_wildcard
+from openengine_adapters.core.kv.messages import HASH_ENCODERS
 from openengine_adapters.core.media import MediaPolicy
 
 ROLES = ("aggregated", "prefill", "decode")
@@ -26,6 +28,9 @@ class ServerOptions:
     schema_release: str
     advertise_host: str
     role: str | None
+    kv_events: bool
+    kv_source: str
+    kv_hash_encoding: str
     stall_timeout: float
     hang_timeout: float
     drain_grace: float
@@ -54,11 +59,25 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help="OpenEngine release or commit to report; never a moving name (default: the commit this was built from)",
     )
     group.add_argument(
-        "--advertise-host", default="", help="host that others reach this one by (default: derived)"
-    )
+        "--advertise-host", type=_routable, default="",
+        help="host that others reach this one by (default: derived)",
+    )  # fmt: skip
     group.add_argument(
         "--role", choices=ROLES, help="role, where the engine's own configuration leaves it open"
     )
+    group.add_argument(
+        "--kv-events", action=argparse.BooleanOptionalAction, default=False,
+        help="publish KV cache events; flags of the engine for the same go before (default: off)",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-source", choices=SOURCES, default="grpc",
+        help="KV event sources to advertise: SubscribeKvEvents here, the engine's own publishers, or both; "
+        "native ones listen on every interface (default: grpc)",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-hash-encoding", choices=tuple(HASH_ENCODERS), default="native",
+        help="block hashes as the engine has them, or numbers as ASCII decimals (default: native)",
+    )  # fmt: skip
     group.add_argument(
         "--stall-timeout", type=_seconds, default=30.0, metavar="S",
         help="end a request whose client reads nothing for so long (default: 30)",
@@ -110,6 +129,9 @@ def server_options(parsed: argparse.Namespace) -> ServerOptions:
         schema_release=parsed.schema_release,
         advertise_host=parsed.advertise_host,
         role=parsed.role,
+        kv_events=parsed.kv_events,
+        kv_source=parsed.kv_source,
+        kv_hash_encoding=parsed.kv_hash_encoding,
         stall_timeout=parsed.stall_timeout,
         hang_timeout=parsed.hang_timeout,
         drain_grace=parsed.drain_grace,
@@ -138,6 +160,12 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise argparse.ArgumentTypeError(f"{port} is outside 0 to 65535")
     return port
+
+
+def _routable(text: str) -> str:
+    if is_wildcard(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no host that others can connect to")
+    return text
 
 
 def _seconds(text: str) -> float:

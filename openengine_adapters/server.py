@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -44,6 +46,9 @@ class Server:
             raise OSError(
                 f"cannot listen on {self._host}:{self._port}; another process may hold the port, choose another --port"
             ) from error
+        self._servicer.reachable = dataclasses.replace(
+            self._servicer.reachable, listen_host=self._host, port=self._port
+        )
         await self.publish_health()
         await self._grpc.start()
         return self._port

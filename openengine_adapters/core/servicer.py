@@ -12,6 +12,7 @@ import grpc
 
 from openengine.v1 import (
     discovery_pb2,
+    errors_pb2,
     generate_pb2,
     kv_pb2,
     lifecycle_pb2,
@@ -21,18 +22,29 @@ from openengine.v1 import (
     service_pb2_grpc,
     tasks_pb2,
 )
-from openengine_adapters.core import capabilities, load, validation
+from openengine_adapters.core import capabilities, load, runtime_events, subscriptions, validation
 from openengine_adapters.core.drain import Drains
 from openengine_adapters.core.errors import EngineFailure, Rejected, invalid
 from openengine_adapters.core.generate import run_generate, trace_headers
 from openengine_adapters.core.health import Health
-from openengine_adapters.core.lifecycle import Lifecycle
+from openengine_adapters.core.kv import messages
+from openengine_adapters.core.kv.discovery import Reachable
+from openengine_adapters.core.kv.plane import KvOptions, KvPlane
+from openengine_adapters.core.lifecycle import Lifecycle, Phase
 from openengine_adapters.core.lora import LoraRegistry
 from openengine_adapters.core.media import MediaLoader, MediaPolicy
 from openengine_adapters.core.requests import AbortOutcome, RequestTable
+from openengine_adapters.core.runtime_events import RuntimeEvents
 from openengine_adapters.core.tasks import Tasks
 from openengine_adapters.core.watchdog import Limits, Watchdog
-from openengine_adapters.engine import Engine, EngineDescription, HandsOffKv, HostsLora, Lora
+from openengine_adapters.engine import (
+    Engine,
+    EngineDescription,
+    HandsOffKv,
+    HostsLora,
+    Lora,
+    PublishesKvEvents,
+)
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +99,16 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         schema_release: str,
         limits: Limits | None = None,
         media: MediaPolicy | None = None,
+        kv: KvOptions | None = None,
     ) -> None:
         self.engine = engine
+        self.reachable = Reachable()
+        self.kv = KvPlane(kv or KvOptions())
+        self.runtime_events = RuntimeEvents(engine)
         self.lifecycle = Lifecycle()
         self.requests = RequestTable(engine.abort)
-        self.watchdog = Watchdog(engine, self.requests, self.lifecycle, limits or Limits())
+        self._limits = limits or Limits()
+        self.watchdog = Watchdog(engine, self.requests, self.lifecycle, self._limits)
         self.drains = Drains(self.lifecycle, self.requests, self._open_sessions)
         self.description: EngineDescription | None = None
         self._instance_id = instance_id
@@ -100,13 +117,27 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         self._load = load.LoadReader(engine)
         self._loras = LoraRegistry(None)
         self._media = MediaLoader(media or MediaPolicy())
+        self.lifecycle.listen(self._on_phase)
 
     def opened(self, description: EngineDescription) -> None:
         """The engine is up and is `description`: take requests from now on."""
         self.description = description
         host = self.engine if description.lora and isinstance(self.engine, HostsLora) else None
         self._loras = LoraRegistry(host)
+        if isinstance(self.engine, PublishesKvEvents):
+            self.kv.open(self.engine.kv_event_publishers())
         self.lifecycle.ready()
+
+    async def closed(self) -> None:
+        """The server is going to close: end what would otherwise run for ever. Safe to call twice."""
+        self._end_subscriptions(
+            EngineFailure(
+                "the server is closing; subscribe to another replica",
+                code=errors_pb2.ERROR_CODE_DRAINING,
+                retryable=True,
+            )
+        )
+        await self.kv.close()
 
     # ------------------------------------------------------------------------------------------- inference
 
@@ -236,27 +267,25 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
     async def GetKvEventSources(
         self, request: kv_pb2.GetKvEventSourcesRequest, context: Context
     ) -> kv_pb2.GetKvEventSourcesResponse:
-        ranks = self._described().parallelism.ranks
-        for rank in request.data_parallel_ranks:
-            if rank not in ranks:
-                raise invalid(
-                    "data_parallel_ranks", f"{rank} is outside {ranks.start} to {ranks.stop - 1}", value=rank
-                )
-        return kv_pb2.GetKvEventSourcesResponse()
+        return self.kv.sources(request, self._described().parallelism.ranks, self.reachable)
 
     @rpc
     async def SubscribeKvEvents(  # type: ignore[override]  # writes to the context
         self, request: kv_pb2.SubscribeKvEventsRequest, context: Context
     ) -> None:
         self.lifecycle.require_started()
-        raise Rejected(grpc.StatusCode.UNIMPLEMENTED, "KV events are not enabled on this server")
+        with await self.kv.admit(request) as subscription:
+            await subscriptions.serve(
+                subscription.responses(), messages.error_response, context, self._limits.stall_s
+            )
 
     @rpc
     async def SubscribeRuntimeEvents(  # type: ignore[override]  # writes to the context
         self, request: observability_pb2.SubscribeRuntimeEventsRequest, context: Context
     ) -> None:
         self.lifecycle.require_started()
-        raise Rejected(grpc.StatusCode.UNIMPLEMENTED, "this server emits no runtime events")
+        with self.runtime_events.subscribe(request) as responses:
+            await subscriptions.serve(responses, runtime_events.error_response, context, self._limits.stall_s)
 
     # --------------------------------------------------------------------------------------------- helpers
 
@@ -268,6 +297,14 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
     def _tasks(self) -> Tasks:
         self.lifecycle.require_open()
         return Tasks(self.engine, self._described(), self.requests, self._loras, self._media)
+
+    def _on_phase(self, phase: Phase) -> None:
+        if phase is Phase.DEAD and self.lifecycle.died is not None:
+            self._end_subscriptions(self.lifecycle.died)
+
+    def _end_subscriptions(self, failure: EngineFailure) -> None:
+        self.kv.fail(failure)
+        self.runtime_events.fail(failure)
 
     def _open_sessions(self) -> int:
         return self.engine.open_sessions() if isinstance(self.engine, HandsOffKv) else 0
