@@ -36,7 +36,7 @@ from openengine_adapters.reference.rank import Rank
 from openengine_adapters.reference.scheduler import Scheduler
 from openengine_adapters.reference.sessions import Handle, SessionStore, fetch, read_session
 from openengine_adapters.reference.settings import Settings
-from openengine_adapters.reference.tasks import Result, TaskModel, TaskWork, instructed, joined
+from openengine_adapters.reference.tasks import Result, TaskModel, TaskWork, instructed, joined, score_terms
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +196,7 @@ class ReferenceEngine:
         self, call: TaskCall, group: tasks_pb2.ScoreGroup, options: tasks_pb2.ScoreOptions
     ) -> GroupScores:
         """Score one group as one batch; each candidate is read behind the query."""
+        terms = score_terms(options)
         query = instructed(self._task_prompt(call, group.query, f"{call.place}.query"), options.instruction)
         candidates, pairs = [], []
         for position, item in enumerate(group.candidates):
@@ -207,8 +208,8 @@ class ReferenceEngine:
 
         def compute() -> GroupScores:
             if options.label_token_ids:
-                return self._tasks.score_labels(pairs, options, bias)
-            return self._tasks.score_pairs(query, candidates, options, bias)
+                return self._tasks.score_labels(pairs, options.label_token_ids, terms, bias)
+            return self._tasks.score_pairs(query, candidates, terms, bias)
 
         scores, cached = await self._run(call, pairs, compute)
         for tensor, pair, hit in zip(scores.candidates, pairs, cached, strict=True):

@@ -34,14 +34,6 @@ class ToyModel:
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
-        self._counts: dict[tuple[int, ...], Counter[int]] = {}
-        for paragraph in PARAGRAPHS:
-            ids = [*tokenizer.encode(paragraph), tokenizer.EOS]
-            for position, token in enumerate(ids):
-                for order in range(min(_ORDER, position) + 1):
-                    context = tuple(ids[position - order : position])
-                    self._counts.setdefault(context, Counter())[token] += 1
-        self._ngrams = functools.lru_cache(maxsize=512)(self._uncached_ngrams)
 
     def start(self) -> State:
         """The state before the first token."""
@@ -54,25 +46,40 @@ class ToyModel:
 
     def logits(self, state: State, recent: Sequence[int], bias: Sequence[float] | None = None) -> list[float]:
         """One value for each token of the vocabulary; `recent` ends with the last token read."""
-        base = self._ngrams(tuple(recent[-_ORDER:]))
+        base = _ngrams(tuple(recent[-_ORDER:]))
         noise = array("I", hashlib.shake_128(state).digest(4 * tokenizer.VOCAB_SIZE))
         scale = 2 * _NOISE / 2**32
         values = [b + n * scale for b, n in zip(base, noise, strict=True)]
         return values if bias is None else [v + b for v, b in zip(values, bias, strict=True)]
 
-    def _uncached_ngrams(self, recent: tuple[int, ...]) -> list[float]:
-        masses = [_FLOOR] * tokenizer.VOCAB_SIZE
-        for order in range(len(recent) + 1):
-            seen = self._counts.get(recent[len(recent) - order :])
-            if seen is not None:
-                share = _WEIGHTS[order] / seen.total()
-                for token, count in seen.items():
-                    masses[token] += share * count
-        pending = _inside_character(b"".join(tokenizer.token_bytes(token) for token in recent))
-        return [
-            math.log(mass) if _fits(token, pending) else _NEVER + math.log(mass)
-            for token, mass in enumerate(masses)
-        ]
+
+@functools.cache
+def _counts() -> dict[tuple[int, ...], Counter[int]]:
+    """How often the corpus has each token after each context of up to three tokens."""
+    counts: dict[tuple[int, ...], Counter[int]] = {}
+    for paragraph in PARAGRAPHS:
+        ids = [*tokenizer.encode(paragraph), tokenizer.EOS]
+        for position, token in enumerate(ids):
+            for order in range(min(_ORDER, position) + 1):
+                context = tuple(ids[position - order : position])
+                counts.setdefault(context, Counter())[token] += 1
+    return counts
+
+
+@functools.lru_cache(maxsize=1024)
+def _ngrams(recent: tuple[int, ...]) -> list[float]:
+    masses = [_FLOOR] * tokenizer.VOCAB_SIZE
+    for order in range(len(recent) + 1):
+        seen = _counts().get(recent[len(recent) - order :])
+        if seen is not None:
+            share = _WEIGHTS[order] / seen.total()
+            for token, count in seen.items():
+                masses[token] += share * count
+    pending = _inside_character(b"".join(tokenizer.token_bytes(token) for token in recent))
+    return [
+        math.log(mass) if _fits(token, pending) else _NEVER + math.log(mass)
+        for token, mass in enumerate(masses)
+    ]
 
 
 def lora_bias(weights: bytes) -> list[float]:

@@ -174,6 +174,7 @@ class Scheduler:
     async def run(self) -> None:
         """Step until cancelled."""
         clock = asyncio.get_running_loop().time
+        self._flush_events()
         while not self.hung:
             self._wake.clear()
             self.steps += 1

@@ -12,6 +12,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from openengine.v1 import errors_pb2, tasks_pb2
@@ -123,64 +124,37 @@ class TaskModel:
         return Classification(_counted(tensor, prompt, by_token), semantics, LABELS)
 
     def score_pairs(
-        self,
-        query: Prompt,
-        candidates: Sequence[Prompt],
-        options: tasks_pb2.ScoreOptions,
-        bias: Sequence[float] | None,
+        self, query: Prompt, candidates: Sequence[Prompt], terms: ScoreTerms, bias: Sequence[float] | None
     ) -> GroupScores:
         """Score how well each candidate fits the query, by the cosine of their features."""
-        semantics = options.output_semantics or tasks_pb2.TASK_VALUE_SEMANTICS_RELEVANCE
-        if semantics not in PAIR_SEMANTICS:
-            raise invalid(
-                "options.output_semantics", "needs label_token_ids; pairs have RELEVANCE or SIMILARITY"
-            )
-        if options.normalization == tasks_pb2.SCORE_NORMALIZATION_SOFTMAX:
-            raise invalid(
-                "options.normalization", "SOFTMAX goes over labels; give label_token_ids, or leave it out"
-            )
         asked = _unit(self._rows(query, bias, by_token=False)[0])
-        by_token = options.granularity == _TOKEN
         tensors = []
         for candidate in candidates:
-            values = [_dot(asked, _unit(row)) for row in self._rows(candidate, bias, by_token)]
-            if semantics == tasks_pb2.TASK_VALUE_SEMANTICS_RELEVANCE:
+            values = [_dot(asked, _unit(row)) for row in self._rows(candidate, bias, terms.by_token)]
+            if terms.semantics == tasks_pb2.TASK_VALUE_SEMANTICS_RELEVANCE:
                 values = [1 / (1 + math.exp(_SHARPNESS * (0.5 - value))) for value in values]
-            tensors.append(
-                _counted(Tensor([len(values), 1] if by_token else [1], values), candidate, by_token)
-            )
-        return GroupScores(tensors, semantics, tasks_pb2.SCORE_NORMALIZATION_NONE, higher_is_better=True)
+            shape = [len(values), 1] if terms.by_token else [1]
+            tensors.append(_counted(Tensor(shape, values), candidate, terms.by_token))
+        return GroupScores(tensors, terms.semantics, terms.normalization, higher_is_better=True)
 
     def score_labels(
-        self, prompts: Sequence[Prompt], options: tasks_pb2.ScoreOptions, bias: Sequence[float] | None
+        self,
+        prompts: Sequence[Prompt],
+        labels: Sequence[int],
+        terms: ScoreTerms,
+        bias: Sequence[float] | None,
     ) -> GroupScores:
-        """Score each label as the token after query and candidate; by softmax over the labels by default."""
-        if options.granularity == _TOKEN:
-            raise invalid(
-                "options.granularity", "labels are scored once for each candidate; ask for SEQUENCE"
-            )
-        normalization = options.normalization or tasks_pb2.SCORE_NORMALIZATION_SOFTMAX
-        semantics = options.output_semantics or tasks_pb2.TASK_VALUE_SEMANTICS_PROBABILITIES
-        if semantics not in LABEL_SEMANTICS:
-            raise invalid(
-                "options.output_semantics", "labels have LOGITS, PROBABILITIES or LOG_PROBABILITIES"
-            )
-        softmax = normalization == tasks_pb2.SCORE_NORMALIZATION_SOFTMAX
-        if softmax and semantics != tasks_pb2.TASK_VALUE_SEMANTICS_PROBABILITIES:
-            if options.normalization:
-                raise invalid("options.normalization", "SOFTMAX gives probabilities; ask for these")
-            normalization, softmax = tasks_pb2.SCORE_NORMALIZATION_NONE, False
+        """Score each label as the token after query and candidate."""
         tensors = []
         for prompt in prompts:
             logits = self._logits(prompt, bias)
-            labels = options.label_token_ids
-            if softmax:
-                values = _in_terms_of([logits[label] for label in labels], semantics)
+            if terms.normalization == tasks_pb2.SCORE_NORMALIZATION_SOFTMAX:
+                values = _in_terms_of([logits[label] for label in labels], terms.semantics)
             else:
-                every = _in_terms_of(logits, semantics)
+                every = _in_terms_of(logits, terms.semantics)
                 values = [every[label] for label in labels]
             tensors.append(_counted(Tensor([len(values)], values), prompt, by_token=False))
-        return GroupScores(tensors, semantics, normalization, higher_is_better=True)
+        return GroupScores(tensors, terms.semantics, terms.normalization, higher_is_better=True)
 
     # ------------------------------------------------------------------------------------------------- model
 
@@ -203,6 +177,42 @@ class TaskModel:
         for position, token in enumerate(prompt.ids):
             state = self._model.advance(state, token, prompt.media.get(position, b""))
         return self._model.logits(state, prompt.ids[-3:], bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTerms:
+    """What the scores of a call are, with the defaults filled in."""
+
+    semantics: tasks_pb2.TaskValueSemantics.ValueType
+    normalization: tasks_pb2.ScoreNormalization.ValueType
+    by_token: bool
+
+
+def score_terms(options: tasks_pb2.ScoreOptions) -> ScoreTerms:
+    """Settle the terms of a call. Raises `Rejected` for options that do not go together."""
+    semantics, normalization = options.output_semantics, options.normalization
+    by_token = options.granularity == _TOKEN
+    probabilities = tasks_pb2.TASK_VALUE_SEMANTICS_PROBABILITIES
+    softmax, none = tasks_pb2.SCORE_NORMALIZATION_SOFTMAX, tasks_pb2.SCORE_NORMALIZATION_NONE
+    if not options.label_token_ids:
+        if normalization == softmax:
+            raise invalid(
+                "options.normalization", "SOFTMAX goes over labels; give label_token_ids, or leave it out"
+            )
+        if semantics and semantics not in PAIR_SEMANTICS:
+            raise invalid("options.output_semantics", "without label_token_ids it is RELEVANCE or SIMILARITY")
+        return ScoreTerms(semantics or tasks_pb2.TASK_VALUE_SEMANTICS_RELEVANCE, none, by_token)
+    if by_token:
+        raise invalid("options.granularity", "labels are scored once for each candidate; ask for SEQUENCE")
+    if semantics and semantics not in LABEL_SEMANTICS:
+        raise invalid(
+            "options.output_semantics", "of labels it is LOGITS, PROBABILITIES or LOG_PROBABILITIES"
+        )
+    if normalization == softmax and semantics not in (0, probabilities):
+        raise invalid("options.normalization", "SOFTMAX gives probabilities; ask for these")
+    # A softmax is the default wherever it fits what was asked for.
+    default = softmax if semantics in (0, probabilities) else none
+    return ScoreTerms(semantics or probabilities, normalization or default, by_token=False)
 
 
 PAIR_SEMANTICS = (tasks_pb2.TASK_VALUE_SEMANTICS_RELEVANCE, tasks_pb2.TASK_VALUE_SEMANTICS_SIMILARITY)

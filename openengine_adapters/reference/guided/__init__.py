@@ -6,18 +6,23 @@ the output can still be completed in time.
 
 from __future__ import annotations
 
+import functools
+
 from openengine.v1 import generate_pb2
 from openengine_adapters.core.errors import invalid
 from openengine_adapters.reference import tokenizer
 from openengine_adapters.reference.guided import ebnf, grammar, json_schema, regex, structural
-from openengine_adapters.reference.guided.grammar import GuideError, Machine, State, Symbols
+from openengine_adapters.reference.guided.grammar import GuideError, Machine, Symbols
 
 BACKEND = "reference"
 """The name under which `guided.backend` may ask for this."""
 
-_REMEMBERED = 256  # states whose tokens are kept; inside a string they repeat
-
-_WITH_TEXT = [token for token in range(tokenizer.VOCAB_SIZE) if tokenizer.token_bytes(token)]
+_SINGLES = [(token, tokenizer.token_bytes(token)[0]) for token in range(256)]
+_LONGER = [
+    (token, *tokenizer.token_bytes(token))
+    for token in range(256, tokenizer.VOCAB_SIZE)
+    if tokenizer.token_bytes(token)
+]
 
 
 def compile_guide(guided: generate_pb2.GuidedDecoding) -> Guide:
@@ -54,7 +59,6 @@ class Guide:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._state = machine.start
-        self._known: dict[State, list[tuple[int, int]]] = {}
 
     def fork(self) -> Guide:
         """The same guide for another output."""
@@ -63,46 +67,43 @@ class Guide:
     @property
     def complete(self) -> bool:
         """Whether nothing but the end can follow."""
-        return not self._machine.fitting(self._state)
+        return not self._machine.split(self._state)
 
     def allowed(self, left: int) -> set[int]:
         """The tokens that may come next when `left` tokens are left, this one included."""
+        may_end = None in self._state
         fitting = self._fitting()
         # Bytes are the most tokens that a completion can need; one more is for EOS.
-        for room in (left - 2, left - 1, grammar.UNREACHABLE - 1):
-            allowed = {token for token, distance in fitting if distance <= room}
-            if allowed:
-                break
-        else:
-            allowed = set()
-        if None in self._state:
-            allowed.add(tokenizer.EOS)
-        return allowed
+        allowed = _within(left - 2, fitting)
+        if not allowed and not may_end:
+            allowed = _within(left - 1, fitting) or _within(grammar.UNREACHABLE - 1, fitting)
+        return allowed | {tokenizer.EOS} if may_end else allowed
 
     def push(self, token: int) -> None:
         """Go on with a token that was allowed; EOS changes nothing."""
         for byte in tokenizer.token_bytes(token):
             self._state = self._machine.advance(self._state, byte)
 
-    def _fitting(self) -> list[tuple[int, int]]:
-        """Each token that fits, with the bytes that the output then still needs."""
-        known = self._known.get(self._state)
-        if known is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            known = self._known[self._state] = self._compute_fitting()
-        return known
-
-    def _compute_fitting(self) -> list[tuple[int, int]]:
-        bits = self._machine.fitting(self._state)
-        found = []
-        for token in _WITH_TEXT:
-            first, *rest = tokenizer.token_bytes(token)
-            if not bits >> first & 1:
-                continue
-            state = self._machine.advance(self._state, first)
-            for byte in rest:
-                state = self._machine.advance(state, byte)
-            if state:
-                found.append((token, self._machine.distance(state)))
+    def _fitting(self) -> dict[int, set[int]]:
+        """The tokens that fit, by the bytes that the output then still needs."""
+        machine = self._machine
+        found: dict[int, set[int]] = {}
+        for bits, after in machine.split(self._state):
+            found.setdefault(machine.distance(after), set()).update(_starting(bits))
+            for token, first, *rest in _LONGER:
+                if bits >> first & 1:
+                    state = after
+                    for byte in rest:
+                        state = machine.advance(state, byte)
+                    if state:
+                        found.setdefault(machine.distance(state), set()).add(token)
         return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _starting(bits: int) -> frozenset[int]:
+    return frozenset(token for token, byte in _SINGLES if bits >> byte & 1)
+
+
+def _within(room: int, fitting: dict[int, set[int]]) -> set[int]:
+    return set().union(*(tokens for distance, tokens in fitting.items() if distance <= room))

@@ -14,6 +14,8 @@ UNREACHABLE = 1 << 40
 
 MOST_RULES = 20_000
 MOST_STACKS = 5_000
+MOST_STATES = 5_000
+"""States whose continuations are remembered."""
 
 
 class GuideError(ValueError):
@@ -223,25 +225,35 @@ class Machine:
 
     def __init__(self, start: Symbols) -> None:
         self._stacks: dict[tuple[int | Rule, Stack | None], Stack] = {}
+        self._splits: dict[State, list[tuple[int, State]]] = {}
         self.start = self._expand([self._push(start, None)])
 
     def advance(self, state: State, byte: int) -> State:
         """The state after one more byte; empty when the byte does not fit."""
-        bit = 1 << byte
-        return self._expand(
-            stack.rest
-            for stack in state
-            if stack is not None and isinstance(stack.top, int) and stack.top & bit
-        )
+        for bits, after in self.split(state):
+            if bits >> byte & 1:
+                return after
+        return frozenset()
 
-    @staticmethod
-    def fitting(state: State) -> int:
-        """The bytes that fit, as bits."""
-        bits = 0
+    def split(self, state: State) -> list[tuple[int, State]]:
+        """The bytes that fit, in groups that lead to the same state."""
+        known = self._splits.get(state)
+        if known is not None:
+            return known
+        groups: list[tuple[int, list[Stack | None]]] = [((1 << 256) - 1, [])]
         for stack in state:
             if stack is not None and isinstance(stack.top, int):
-                bits |= stack.top
-        return bits
+                top, rest = stack.top, stack.rest
+                groups = [
+                    group
+                    for bits, after in groups
+                    for group in ((bits & top, [*after, rest]), (bits & ~top, after))
+                    if group[0]
+                ]
+        if len(self._splits) >= MOST_STATES:
+            self._splits.clear()
+        found = self._splits[state] = [(bits, self._expand(after)) for bits, after in groups if after]
+        return found
 
     @staticmethod
     def distance(state: State) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 
 from openengine_adapters.reference.guided.grammar import (
@@ -151,11 +152,11 @@ class RegexParser:
         if character in _CONTROLS:
             return _one(_CONTROLS[character])
         if character in "xu":
-            digits = self.source[self.position : self.position + (2 if character == "x" else 4)]
-            try:
-                code = int(digits, 16)
-            except ValueError:
-                raise GuideError(f"has a malformed \\{character} at position {self.position}") from None
+            size = 2 if character == "x" else 4
+            digits = self.source[self.position : self.position + size]
+            if len(digits) < size or not set(digits) <= set(string.hexdigits):
+                raise GuideError(f"has a malformed \\{character} at position {self.position}")
+            code = int(digits, 16)
             self.position += len(digits)
             return ((code, code),)
         if character.isalnum():
