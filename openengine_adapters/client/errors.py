@@ -15,6 +15,8 @@ from google.protobuf import json_format
 from openengine.v1 import errors_pb2, generate_pb2
 from openengine_adapters.client.messages import enum_name
 
+_NO_CONNECTION = "failed to connect to all addresses"  # how gRPC begins when no attempt succeeded
+
 
 class ClientError(Exception):
     """Anything that kept a call from succeeding."""
@@ -109,6 +111,8 @@ def from_status(
         if connecting and not began:
             return Unreachable(target, f"no connection {_within(timeout)}")
         return TimedOut(rpc, timeout)
+    if code is grpc.StatusCode.UNAVAILABLE and not began and message.startswith(_NO_CONNECTION):
+        return Unreachable(target, message)  # the channel may have connected since
     if code is grpc.StatusCode.UNAVAILABLE and not connected:
         return ConnectionLost(rpc, message) if began or not connecting else Unreachable(target, message)
     return ConnectionLost(rpc, _status_text(code, message)) if began else RpcRejected(rpc, code, message)

@@ -135,6 +135,15 @@ async def test_health_of_an_incompatible_server_is_never_0(fake: FakeServer, ope
     assert (await openengine("health", "--wait", "5")).code == 3
 
 
+async def test_health_of_a_server_of_something_else_is_exit_code_3(
+    fake: FakeServer, openengine: OpenEngine
+) -> None:
+    fake.answers.clear()
+    outcome = await openengine("health", "--wait", "5")
+    assert outcome.code == 3
+    assert "does not serve openengine.v1.OpenEngine" in outcome.err
+
+
 async def test_health_wait_asks_until_ready(
     fake: FakeServer, openengine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

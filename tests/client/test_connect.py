@@ -22,6 +22,7 @@ from openengine_adapters.client import (
     Tls,
     Unreachable,
 )
+from openengine_adapters.client.errors import from_status
 from tests.client.fake import HANG, MODEL, RELEASE, FakeServer, Status, engine_info
 from tests.client.responses import finished, tokens
 
@@ -106,6 +107,18 @@ async def test_something_else_answers_there() -> None:
     async with _listener(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as target:
         with pytest.raises(Unreachable, match="http1"):
             await OpenEngineClient.connect(target)
+
+
+async def test_a_connection_that_comes_up_just_after_a_call_failed(fake: FakeServer) -> None:
+    """The status is older than the channel's state, and still means that nobody was reached."""
+    nothing = grpc.aio.Metadata()
+    details = "failed to connect to all addresses; last error: UNKNOWN: refused"
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details)
+    async with await OpenEngineClient.connect(fake.target) as client:
+        channel = client._channel
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
+        failure = from_status(error, False, channel=channel, target="t", rpc="Health", timeout=1)
+    assert isinstance(failure, Unreachable)
 
 
 async def test_a_silent_peer_is_given_up_after_the_connect_timeout() -> None:

@@ -173,12 +173,14 @@ class _Clock:
 
 
 def _ending(finished: Finished) -> str:
-    reason = finished.reason.lower()
-    match finished.stop.WhichOneof("match") if finished.stop else None:
+    reason, stop = finished.reason.lower(), finished.stop
+    if stop is None:
+        return f"{reason} ({finished.message})" if finished.message else reason
+    match stop.WhichOneof("match"):
         case "stop_text":
-            return f"{reason} at {finished.stop.stop_text!r}" if finished.stop else reason
+            return f"{reason} at {stop.stop_text!r}"
         case "stop_token_id":
-            return f"{reason} at token {finished.stop.stop_token_id}" if finished.stop else reason
+            return f"{reason} at token {stop.stop_token_id}"
         case "eos_token_id":
             return f"{reason} at the model's end"
-    return f"{reason} ({finished.message})" if finished.message else reason
+    return reason

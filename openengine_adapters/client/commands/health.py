@@ -56,8 +56,13 @@ async def _ask(
 ) -> lifecycle_pb2.HealthResponse:
     # A server that is still starting answers Health but not discovery: it is checked once it is ready.
     role = enum_value(discovery_pb2.EngineRole, args.role or "unspecified")
-    timeout = min(client.timeout, at_most)
-    response = await client.health(probe=args.probe, model=args.model, role=role, timeout=timeout)
+    timeout = min(client.timeout if args.probe or args.timeout else args.connect_timeout, at_most)
+    try:
+        response = await client.health(probe=args.probe, model=args.model, role=role, timeout=timeout)
+    except RpcRejected as error:
+        if error.code is grpc.StatusCode.UNIMPLEMENTED:
+            await client.verify(timeout=timeout)  # perhaps it is no OpenEngine server at all
+        raise
     if response.state == lifecycle_pb2.HEALTH_STATE_READY:
         await client.verify(timeout=timeout)
     return response
