@@ -21,6 +21,9 @@ _HINTS = {
 _CAUSES = {
     "refused": "connection refused",
     "andshake failed": "the TLS handshake failed: does the server speak TLS, do --ca and --tls-name fit?",
+    "ostname Verification": "the server's certificate is for another name: see --tls-name",
+    "Socket closed": "the server closed the connection: does it want --tls, or --cert and --key?",
+    "reset by peer": "the server closed the connection: does it want --tls, or --cert and --key?",
     "http1": "something that is not gRPC answers there, or it wants --tls",
     "Domain name not found": "no such host",
     "resol": "the host's name cannot be resolved",

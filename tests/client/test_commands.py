@@ -17,6 +17,9 @@ from openengine.v1 import (
     model_pb2,
     observability_pb2,
 )
+from openengine_adapters.client import Unreachable
+from openengine_adapters.client.report import report
+from openengine_adapters.client.terminal import Terminal
 from tests.client.conftest import OpenEngine
 from tests.client.fake import RELEASE, FakeServer, Status, engine_info
 from tests.client.responses import batch, cleared, removed, stored
@@ -433,6 +436,26 @@ async def test_an_unreachable_server_is_exit_code_3_and_says_what_to_check(
         f"openengine: cannot reach {fake.target}: connection refused "
         "(is the server running, and is --target where it listens?)\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("connect: Connection refused (111)", "connection refused"),
+        ("DNS resolution failed for x:1: Domain name not found", "no such host"),
+        ("Tls handshake failed: WRONG_VERSION_NUMBER", "does the server speak TLS"),
+        ("Hostname Verification Check failed.", "see --tls-name"),
+        ("UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed", "does it want --tls"),
+        ("recvmsg:Connection reset by peer (104)", "does it want --tls"),
+        ("Trying to connect an http1.x server", "not gRPC"),
+        ("something new", "something new"),
+    ],
+)
+def test_the_cause_of_a_failed_connection_is_said_plainly(
+    capsys: pytest.CaptureFixture[str], reason: str, said: str
+) -> None:
+    assert report(Unreachable("h:1", f"failed to connect to all addresses; {reason}"), Terminal()) == 3
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
