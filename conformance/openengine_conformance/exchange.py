@@ -72,3 +72,11 @@ def render(message: Message | bytes) -> str:
     if len(lines) > MOST_LINES:
         short.append(f"… {len(lines) - MOST_LINES} more lines")
     return "\n".join(short) or "(empty)"
+
+
+def render_short(message: Message | bytes, limit: int = 400) -> str:
+    """Return the message in one line."""
+    if isinstance(message, bytes):
+        return render(message)
+    text = text_format.MessageToString(message, as_utf8=True, as_one_line=True)
+    return (text if len(text) <= limit else f"{text[:limit]} …") or "(empty)"

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import struct
 import zlib
+from collections.abc import Sequence
 
 from openengine.v1 import generate_pb2, inputs_pb2
 from openengine_conformance import needs
@@ -36,11 +37,21 @@ RED, BLUE = png(255, 0, 0), png(0, 0, 255)
 
 async def _look(ctx: Context, *items: inputs_pb2.MediaItem) -> Stream:
     """Generate from images, with as many placeholders; skips when this model wants another prompt."""
-    prompt = ctx.options.image_prompt * len(items) + " The picture shows"
-    try:
-        return await ctx.generate(ctx.steady(prompt, max_tokens=6, media=items))
-    except Refused as refused:
-        skip(f"the model does not take this image prompt ({refused}); give its placeholder by --image-prompt")
+
+    def request(chosen: Sequence[inputs_pb2.MediaItem]) -> generate_pb2.GenerateRequest:
+        prompt = ctx.options.image_prompt * len(chosen) + " The picture shows"
+        return ctx.steady(prompt, max_tokens=6, media=chosen)
+
+    async def find_out() -> str:
+        try:
+            await ctx.generate(request([Item(modality=IMAGE, raw_bytes=RED)]))
+        except Refused as refused:
+            return str(refused)
+        return ""
+
+    if refusal := await ctx.session.learn("image prompt", find_out):
+        skip(f"the model does not take this image prompt ({refusal}); give its placeholder by --image-prompt")
+    return await ctx.generate(request(items))
 
 
 @case(
@@ -133,10 +144,23 @@ async def sources_agree(ctx: Context) -> None:
         Item(modality=IMAGE, data_uri=uri),
         Item(raw_bytes=RED),
         Item(modality=IMAGE, raw_bytes=RED, mime_type="image/png"),
-        Item(modality=99, raw_bytes=RED),  # type: ignore[arg-type]  # an unknown value is UNSPECIFIED
     ):
         stream = await _look(ctx, item)
         expect_equal(stream.first.ids, raw.first.ids, "the output for the same image from another source")
+
+
+@case(
+    "media.unknown_modality",
+    "A modality that the server does not know is UNSPECIFIED, which is an image.",
+    "DISC-12",
+    "MEDIA-01",
+    needs=[needs.GENERATES, needs.MULTIMODAL],
+    exclusive=True,
+)
+async def unknown_modality(ctx: Context) -> None:
+    image = await _look(ctx, Item(modality=IMAGE, raw_bytes=RED))
+    unknown = await _look(ctx, Item(modality=99, raw_bytes=RED))  # type: ignore[arg-type]  # on purpose
+    expect_equal(unknown.first.ids, image.first.ids, "the output for an image of unknown modality")
 
 
 @case(

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openengine_conformance.case import AREAS, Case
-from openengine_conformance.exchange import Exchange, render
+from openengine_conformance.exchange import Exchange, render_short
 from openengine_conformance.offer import Offer
 from openengine_conformance.requirements import CONTRACT
 from openengine_conformance.results import Report, Result, Standing, Verdict
@@ -28,8 +28,8 @@ STYLES = {
     Verdict.UNEXPECTED_PASS: "bold magenta",
     Verdict.NOT_RUN: "dim",
 }
-SHOWN_EXCHANGES = 4
-SHOWN_REPLIES = 6
+SHOWN_EXCHANGES = 2
+SHOWN_REPLIES = 4
 
 
 class TerminalProgress:
@@ -121,19 +121,18 @@ def _print_failure(result: Result, console: Console) -> None:
     console.print(Padding(grid, (0, 0, 1, 2)))
     hidden = len(result.exchanges) - SHOWN_EXCHANGES
     if hidden > 0:
-        console.print(f"  [dim]{hidden} earlier calls left out[/]")
+        console.print(f"  [dim]{hidden} earlier calls left out; --json and --html hold all of them[/]")
     for exchange in result.exchanges[-SHOWN_EXCHANGES:]:
         _print_exchange(exchange, console)
 
 
 def _print_exchange(exchange: Exchange, console: Console) -> None:
     console.print(Text(f"  {exchange.summary()}", style="cyan"))
-    console.print(Padding(Text(f"sent\n{render(exchange.request)}"), (0, 0, 0, 4)))
-    hidden = len(exchange.replies) - SHOWN_REPLIES
-    if hidden > 0:
+    console.print(Padding(Text(f"sent {render_short(exchange.request)}"), (0, 0, 0, 4)))
+    if exchange.count > SHOWN_REPLIES:
         console.print(f"    [dim]{exchange.count - SHOWN_REPLIES} earlier messages left out[/]")
     for reply in exchange.replies[-SHOWN_REPLIES:]:
-        text = f"message {reply.number + 1} after {reply.at:.3f} s\n{render(reply.message)}"
+        text = f"{reply.number + 1:>4}. {reply.at:7.3f} s  {render_short(reply.message)}"
         console.print(Padding(Text(text, style="dim"), (0, 0, 0, 4)))
 
 
