@@ -98,7 +98,8 @@ def _settings(parsed: argparse.Namespace) -> Settings:
         model_id=parsed.model,
         served_model_name=parsed.served_model_name,
         role=_ROLES[parsed.role or "aggregated"],
-        host=parsed.host,
+        # Only sources that are advertised themselves have to be reachable from outside.
+        host="127.0.0.1" if parsed.kv_source == "grpc" else parsed.host,
         seed=parsed.model_seed,
         speed=parsed.speed,
         latency=parsed.latency / 1000,

@@ -296,6 +296,7 @@ class ReferenceEngine:
 
     async def _fetch(self, handle: Handle, rank: Rank, work: Generation) -> None:
         """Fetch what the request waits for, then let it run."""
+        began = time.perf_counter_ns()
         try:
             state = await fetch(handle)
         except EngineFailure as failure:
@@ -305,14 +306,13 @@ class ReferenceEngine:
             return
         work.attach(state)
         rank.scheduler.wake()
-        self._transferred("attached", rank.number, handle.session_id, len(state))
+        duration_us = (time.perf_counter_ns() - began) // 1000
+        self._transferred("transferred", rank.number, handle.session_id, len(state), duration_us)
 
-    def _transferred(self, event: str, rank: int, session_id: str, size: int) -> None:
+    def _transferred(self, event: str, rank: int, session_id: str, size: int, duration_us: int = 0) -> None:
         self._ranks[rank].scheduler.emit(
             observability_pb2.RUNTIME_EVENT_TYPE_TRANSFER,
-            event=event,
-            session_id=session_id,
-            bytes=size,
+            {"event": event, "bytes": size, "duration_us": duration_us, "reference.session_id": session_id},
         )
 
     # ------------------------------------------------------------------------------------------------- helpers

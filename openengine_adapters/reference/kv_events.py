@@ -37,11 +37,14 @@ class Publisher:
         self._pub.set_hwm(HWM)
         self._router = zmq.asyncio.Context.shadow(self._context.underlying).socket(zmq.ROUTER)
         self._router.set_hwm(0)  # a replay is bounded by the buffer, and must not be cut
-        self._endpoints = [_bind(socket, host) for socket in (self._pub, self._router)]
+        self._every_interface = host in ("", "*", "0.0.0.0", "::")
+        bound = "*" if self._every_interface else host
+        self._ports = [_bind(socket, bound) for socket in (self._pub, self._router)]
+        self._host = "127.0.0.1" if self._every_interface else host
 
     def describe(self) -> KvEventPublisher:
         """What a local client connects to."""
-        endpoint, replay_endpoint = self._endpoints
+        endpoint, replay_endpoint = [f"tcp://{self._host}:{port}" for port in self._ports]
         return KvEventPublisher(
             rank=self._rank,
             endpoint=endpoint,
@@ -50,6 +53,7 @@ class Publisher:
             hwm=HWM,
             max_queue_size=HWM,
             block_size=self._block_size,
+            every_interface=self._every_interface,
         )
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
@@ -80,9 +84,6 @@ class Publisher:
         self._context.destroy(linger=0)
 
 
-def _bind(socket: zmq.Socket[Any], host: str) -> str:
-    """Bind to a free port; a wildcard host is reachable here under the loopback address."""
-    everywhere = host in ("", "*", "0.0.0.0", "::")
-    socket.bind(f"tcp://{'*' if everywhere else host}:*")
-    port = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").rpartition(b":")[2].decode()
-    return f"tcp://{'127.0.0.1' if everywhere else host}:{port}"
+def _bind(socket: zmq.Socket[Any], host: str) -> int:
+    """Bind to a free port and return it."""
+    return socket.bind_to_random_port(f"tcp://{host}")

@@ -7,7 +7,7 @@ import asyncio
 import bisect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import grpc
 
@@ -163,7 +163,7 @@ class Scheduler:
             decode_batch_size=self._batch[1] if self._running else 0,
         )
 
-    def emit(self, kind: obs.RuntimeEventType.ValueType, **attributes: object) -> None:
+    def emit(self, kind: obs.RuntimeEventType.ValueType, attributes: Mapping[str, object]) -> None:
         """Tell the observer, if there is one."""
         if self.sink is not None:
             texts = {key: str(value) for key, value in attributes.items()}
@@ -250,21 +250,20 @@ class Scheduler:
                 break
         if (prefills, decodes) != self._batch:
             self._batch = (prefills, decodes)
-            self.emit(
-                obs.RUNTIME_EVENT_TYPE_BATCH, running=len(self._running), prefill=prefills, decode=decodes
-            )
+            counts = {"running": len(self._running), "prefill": prefills, "decode": decodes}
+            self.emit(obs.RUNTIME_EVENT_TYPE_BATCH, counts)
         self.emit(
             obs.RUNTIME_EVENT_TYPE_FORWARD_PASS,
-            step=self.steps,
-            duration_us=(time.perf_counter_ns() - began) // 1000,
-            prompt_tokens=read,
-            generated_tokens=generated,
+            {
+                "step": self.steps,
+                "duration_us": (time.perf_counter_ns() - began) // 1000,
+                "prompt_tokens": read,
+                "prompt_requests": prefills,
+                "generated_tokens": generated,
+                "generated_requests": decodes,
+            },
         )
 
     def _emit_queue(self, change: str) -> None:
-        self.emit(
-            obs.RUNTIME_EVENT_TYPE_QUEUE,
-            change=change,
-            waiting=len(self._waiting),
-            running=len(self._running),
-        )
+        counts = {"running": len(self._running), "waiting": len(self._waiting)}
+        self.emit(obs.RUNTIME_EVENT_TYPE_QUEUE, {**counts, "reference.change": change})

@@ -240,4 +240,4 @@ async def test_transfers_are_told_on_both_sides() -> None:
         side: [e.attributes["event"] for e in seen if e.type == observability_pb2.RUNTIME_EVENT_TYPE_TRANSFER]
         for side, seen in events.items()
     }
-    assert told == {"prefill": ["opened", "fetched"], "decode": ["attached"]}
+    assert told == {"prefill": ["opened", "fetched"], "decode": ["transferred"]}
