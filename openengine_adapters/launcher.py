@@ -32,6 +32,7 @@ EXIT_USAGE = 2
 EXIT_DIED = 3
 
 CLOSE_GRACE_S = 2.0
+GIVE_UP_S = 30.0
 
 
 def launch(make_engine: Callable[[], Engine], options: ServerOptions) -> int:
@@ -39,7 +40,7 @@ def launch(make_engine: Callable[[], Engine], options: ServerOptions) -> int:
     logs.configure(options.log_level, options.log_format)
     guard = orphans.start_guard()
     try:
-        return uvloop.run(_run(make_engine(), options))
+        return uvloop.run(_run(make_engine(), options, keep={guard.pid}))
     except StartupError as error:
         print(f"cannot start: {error}", file=sys.stderr)
         return EXIT_STARTUP
@@ -47,13 +48,13 @@ def launch(make_engine: Callable[[], Engine], options: ServerOptions) -> int:
         orphans.end_children(keep={guard.pid})
 
 
-async def _run(engine: Engine, options: ServerOptions) -> int:
+async def _run(engine: Engine, options: ServerOptions, keep: set[int]) -> int:
     # gRPC and asyncio objects belong to the loop that they are made in.
-    return await _Launch(engine, options).run()
+    return await _Launch(engine, options, keep).run()
 
 
 class _Launch:
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+    def __init__(self, engine: Engine, options: ServerOptions, keep: set[int]) -> None:
         self._engine = engine
         self._options = options
         limits = Limits(stall_s=options.stall_timeout, hang_s=options.hang_timeout)
@@ -64,6 +65,7 @@ class _Launch:
         self._servicer.reachable = Reachable(advertise_host=options.advertise_host)
         self._server = Server(self._servicer, options.host, options.port, options.max_message_mib)
         self._stop = asyncio.Event()
+        self._keep = keep
 
     async def run(self) -> int:
         if self._options.print_capabilities:
@@ -80,6 +82,7 @@ class _Launch:
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 log.info("stopped while starting")
+                await self._give_up(starting)
                 return EXIT_OK
             return await self._serve(starting.result(), stopping, port)
         finally:
@@ -89,6 +92,15 @@ class _Launch:
             await self._servicer.closed()
             await self._server.stop(CLOSE_GRACE_S)
             await self._engine.stop()
+
+    async def _give_up(self, starting: asyncio.Task[EngineDescription]) -> None:
+        """Engines start in a thread that cannot be cancelled; without its processes the start fails soon."""
+        end = asyncio.get_running_loop().time() + GIVE_UP_S
+        while not starting.done():
+            orphans.end_children(self._keep)
+            await asyncio.wait({starting}, timeout=0.5)
+            if asyncio.get_running_loop().time() > end:
+                os._exit(EXIT_STARTUP)
 
     async def _serve(self, description: EngineDescription, stopping: asyncio.Task[object], port: int) -> int:
         self._servicer.opened(description)

@@ -59,7 +59,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help="OpenEngine release or commit to report; never a moving name (default: the commit this was built from)",
     )
     group.add_argument(
-        "--advertise-host", type=_routable, default="",
+        "--advertise-host", type=_routable,
         help="host that others reach this one by (default: derived)",
     )  # fmt: skip
     group.add_argument(
@@ -127,7 +127,7 @@ def server_options(parsed: argparse.Namespace) -> ServerOptions:
         port=parsed.port,
         instance_id=parsed.instance_id or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
         schema_release=parsed.schema_release,
-        advertise_host=parsed.advertise_host,
+        advertise_host=parsed.advertise_host or "",
         role=parsed.role,
         kv_events=parsed.kv_events,
         kv_source=parsed.kv_source,

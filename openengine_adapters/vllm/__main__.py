@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from openengine_adapters.launcher import launch
     from openengine_adapters.vllm.engine import VllmEngine
 
-    return launch(lambda: VllmEngine(AsyncEngineArgs.from_cli_args(parsed)), options)
+    return launch(lambda: VllmEngine.from_flags(parsed), options)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from argparse import Namespace
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -47,6 +48,14 @@ class VllmEngine:
         self._description: EngineDescription | None = None
         self._defaults: dict[str, Any] = {}
         self._texts: TokenTexts | None = None
+
+    @classmethod
+    def from_flags(cls, flags: Namespace) -> VllmEngine:
+        """Make an engine from vLLM's parsed flags. Raises `StartupError` when vLLM refuses them."""
+        try:
+            return cls(AsyncEngineArgs.from_cli_args(flags))
+        except Exception as error:
+            raise StartupError(f"vLLM does not take these flags: {_one_line(error)}") from error
 
     # ------------------------------------------------------------------------------------------- lifecycle
 

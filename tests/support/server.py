@@ -98,10 +98,17 @@ class Server:
             time.sleep(0.5)
         raise ServerFailed(f"{self._shown()} was not ready after {timeout:.0f} s\n{self.tail()}")
 
+    def wait(self, timeout: float) -> int:
+        """Wait for the process to end by itself and return its exit status."""
+        assert self._process is not None
+        return self._process.wait(timeout)
+
     def stop(self, grace: float = 60) -> int:
         """End the server with SIGTERM, or with SIGKILL when it takes too long, and return its exit status."""
         if self._process is None:
             return 0
+        if self._process.poll() is not None:
+            return self._process.returncode
         self._process.terminate()
         try:
             return self._process.wait(grace)
