@@ -226,6 +226,11 @@ class Context:
             if stream.open:
                 stream.cancel()
                 exchange.ended("cancelled at the case's end")
+            if stream.session is not None:
+                # A prefilled session holds memory until somebody fetches or ends it.
+                request = lifecycle_pb2.AbortRequest(kv_session=stream.session)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await connection.rpc.Abort(request, timeout=CLEANUP_TIMEOUT, metadata=connection.metadata)
 
         self.defer(close)
         return stream

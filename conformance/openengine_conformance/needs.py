@@ -31,6 +31,7 @@ TAKES_PROMPTS = _role(discovery_pb2.ENGINE_ROLE_AGGREGATED, discovery_pb2.ENGINE
 
 PREFILL = _role(discovery_pb2.ENGINE_ROLE_PREFILL)
 DECODE = _role(discovery_pb2.ENGINE_ROLE_DECODE)
+DISAGGREGATED = _role(discovery_pb2.ENGINE_ROLE_PREFILL, discovery_pb2.ENGINE_ROLE_DECODE)
 
 
 def POOLING(offer: Offer, options: Options) -> str:

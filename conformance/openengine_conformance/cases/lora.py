@@ -41,6 +41,13 @@ async def _load(ctx: Context, adapter: lora_pb2.LoraAdapter) -> lora_pb2.LoadLor
     return await ctx.call(ctx.rpc.LoadLora, lora_pb2.LoadLoraRequest(adapter=adapter))
 
 
+async def load_adapter(ctx: Context) -> lora_pb2.LoraAdapter:
+    """Load the adapter of `--lora` for as long as the case runs."""
+    adapter = _adapter(ctx)
+    await _load(ctx, adapter)
+    return adapter
+
+
 async def _unload(ctx: Context, name: str) -> lora_pb2.UnloadLoraResponse:
     return await ctx.call(ctx.rpc.UnloadLora, lora_pb2.UnloadLoraRequest(lora_name=name))
 
@@ -134,7 +141,8 @@ async def bad_arguments(ctx: Context) -> None:
     needs=[needs.LORA],
 )
 async def no_adapter_inside(ctx: Context) -> None:
-    running = await ctx.started(ctx.endless()) if ctx.offer.generates else None
+    generates = ctx.offer.generates and ctx.offer.role_name == "AGGREGATED"
+    running = await ctx.started(ctx.endless()) if generates else None
     before = await _listed(ctx)
     for content in ("", "{}", "no json"):
         with _folder_with(content) as folder:

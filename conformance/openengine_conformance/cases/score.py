@@ -73,7 +73,6 @@ async def bad_groups(ctx: Context) -> None:
     await _reject(ctx, _request(ctx, [without_query]), "query")
     await _reject(ctx, _request(ctx, [_group(ctx, candidates=0)]), "candidates")
     await _reject(ctx, _request(ctx, [_group(ctx), _group(ctx)]), "group_id")
-    await _reject(ctx, _request(ctx, [_group(ctx, name="")]), "group_id")
     await _reject(ctx, _request(ctx, [twice]), "item_id")
     await _reject(ctx, _request(ctx, [as_query]), "item_id")
 
