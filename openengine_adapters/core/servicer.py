@@ -107,8 +107,7 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         self.runtime_events = RuntimeEvents(engine)
         self.lifecycle = Lifecycle()
         self.requests = RequestTable(engine.abort)
-        self._limits = limits or Limits()
-        self.watchdog = Watchdog(engine, self.requests, self.lifecycle, self._limits)
+        self.watchdog = Watchdog(engine, self.requests, self.lifecycle, limits or Limits())
         self.drains = Drains(self.lifecycle, self.requests, self._open_sessions)
         self.description: EngineDescription | None = None
         self._instance_id = instance_id
@@ -275,9 +274,7 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
     ) -> None:
         self.lifecycle.require_started()
         with await self.kv.admit(request) as subscription:
-            await subscriptions.serve(
-                subscription.responses(), messages.error_response, context, self._limits.stall_s
-            )
+            await subscriptions.serve(subscription.responses(), messages.error_response, context)
 
     @rpc
     async def SubscribeRuntimeEvents(  # type: ignore[override]  # writes to the context
@@ -285,7 +282,7 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
     ) -> None:
         self.lifecycle.require_started()
         with self.runtime_events.subscribe(request) as responses:
-            await subscriptions.serve(responses, runtime_events.error_response, context, self._limits.stall_s)
+            await subscriptions.serve(responses, runtime_events.error_response, context)
 
     # --------------------------------------------------------------------------------------------- helpers
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
@@ -19,22 +18,17 @@ async def serve(
     responses: AsyncGenerator[Response, None],
     error: Callable[[errors_pb2.EngineError], Response],
     context: grpc.aio.ServicerContext[Any, Response],
-    stall_s: float,
 ) -> None:
     """Send `responses` until the subscriber leaves, or until their `EngineFailure` becomes the last one.
 
-    The initial metadata goes out before the first event (KVE-07). A subscriber that lets one write wait for `stall_s`
-    seconds can be told nothing more, so its call ends as a transport failure.
+    The initial metadata goes out before the first event (KVE-07). A subscriber that does not read holds no more than
+    the one message on its way, so it may take its time: what it finds when it reads again is OVERLOADED if it missed
+    anything, and its connection's keepalive ends it when it is gone.
     """
     async with contextlib.aclosing(responses):
         await context.send_initial_metadata(())
         try:
-            try:
-                async for response in responses:
-                    async with asyncio.timeout(stall_s):
-                        await context.write(response)
-            except EngineFailure as failure:
-                async with asyncio.timeout(stall_s):
-                    await context.write(error(failure.to_proto()))
-        except TimeoutError:
-            await context.abort(grpc.StatusCode.ABORTED, f"the subscriber read nothing for {stall_s:g} s")
+            async for response in responses:
+                await context.write(response)
+        except EngineFailure as failure:
+            await context.write(error(failure.to_proto()))

@@ -1,0 +1,122 @@
+"""The index against the plain way: replaying the whole history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openengine.v1 import kv_pb2
+from openengine_adapters.core.kv.channel import Channel
+from openengine_adapters.core.kv.index import BlockIndex
+from openengine_adapters.core.kv.messages import native_hash
+from openengine_adapters.core.kv.native import decode
+from tests.core.kv.publisher import cleared, payload, removed, stored
+from tests.core.kv.view import View, view_of
+
+_hash = st.integers(0, 12)
+_place = st.fixed_dictionaries(
+    {"medium": st.sampled_from(["GPU", "CPU", None]), "group_idx": st.sampled_from([0, 1])}
+)
+_stored = st.builds(
+    lambda hashes, parent, place, name: {**stored(*hashes, parent=parent, lora_name=name), **place},
+    st.lists(_hash, min_size=1, max_size=4),
+    st.none() | _hash,
+    _place,
+    st.sampled_from([None, "ada"]),
+)
+_removed = st.builds(
+    lambda hashes, place: {**removed(*hashes), **place}, st.lists(_hash, min_size=1, max_size=3), _place
+)
+_event = st.one_of(_stored, _stored, _removed, _removed, st.just(cleared()))
+_history = st.lists(st.lists(_event, max_size=3), min_size=1, max_size=40)
+
+
+@given(_history, st.data())
+@settings(deadline=None)
+def test_a_snapshot_and_what_follows_equal_the_whole_history(history: list[list[Any]], data: Any) -> None:
+    channel = Channel(0, native_hash)
+    cut = data.draw(st.integers(1, len(history)))
+    reuse = data.draw(st.booleans())
+    for number, events in enumerate(history[:cut]):
+        channel.apply(number, payload(*events))
+        if reuse:
+            channel.snapshot()  # a later one may be served from this one
+    late, following = channel.snapshot()
+    assert late is not None
+    assert late.batch.sequence_number == following - 1
+    assert late.batch.events[0].HasField("all_blocks_cleared")
+    for number, events in enumerate(history[cut:], start=cut):
+        channel.apply(number, payload(*events))
+    rest = channel.cursor(following)
+    view = view_of([late.batch])
+    while (response := rest.take()) is not None:
+        view.apply(response.batch)
+    everything = _whole(channel)
+    assert view.copies == everything.copies
+    assert view.content == everything.content
+
+
+def _whole(channel: Channel) -> View:
+    cursor, view = channel.cursor(0), View()
+    while (response := cursor.take()) is not None:
+        view.apply(response.batch)
+    return view
+
+
+@given(_history)
+def test_the_index_counts_what_the_history_leaves(history: list[list[Any]]) -> None:
+    channel = Channel(0, native_hash)
+    for number, events in enumerate(history):
+        channel.apply(number, payload(*events))
+    assert channel.read_stats().blocks == len(_whole(channel).copies)
+
+
+def _index(*events: Any) -> BlockIndex:
+    index = BlockIndex(native_hash)
+    for event in decode(payload(*events)).events:
+        index.apply(event)
+    return index
+
+
+def _blocks(index: BlockIndex) -> list[kv_pb2.BlockStored]:
+    return [kv_pb2.KvEventBatch.FromString(record).events[0].block_stored for record in index.records()]
+
+
+def test_copies_are_counted_one_by_one() -> None:
+    index = _index(stored(1), stored(1), stored(1, medium="CPU"), removed(1))
+    assert len(index) == 2
+    assert sum(1 for _ in index.records()) == 2
+    two = _index(stored(1), stored(1))
+    assert sum(1 for _ in two.records()) == 2
+
+
+def test_a_block_of_several_keeps_its_own_share() -> None:
+    index = _index(stored(5, 6, 7, parent=4, extra_keys=[["a"], None, ["b"]]), removed(5, 7))
+    (block,) = _blocks(index)
+    assert block.parent_block_hash.value == (5).to_bytes(8)
+    assert list(block.token_ids) == [6, 7]
+    assert not block.extra_keys
+    assert block.block_size == 2
+
+
+def test_blocks_of_a_span_with_holes_have_no_tokens() -> None:
+    index = _index({**stored(5, 6), "token_ids": list(range(6))}, {**stored(9), "token_ids": [1]})
+    assert [list(block.token_ids) for block in _blocks(index)] == [[], [], [1]]
+
+
+def test_a_removal_of_the_unknown_is_counted() -> None:
+    index = _index(stored(1), removed(2), removed(1), removed(1))
+    assert len(index) == 0
+    assert index.unknown_removals == 2
+
+
+def test_a_cleared_cache_is_known_completely() -> None:
+    channel = Channel(0, native_hash)
+    channel.restart(5, "a test")
+    channel.apply(5, payload(stored(1)))
+    assert not channel.read_stats().complete
+    channel.apply(6, payload(cleared(), stored(2)))
+    assert channel.read_stats().complete
+    assert channel.read_stats().blocks == 1
