@@ -209,7 +209,7 @@ async def abort_prefill(ctx: Context) -> None:
     status = await ctx.abort(stream.id)
     await stream.drain()
     for other in others:
-        other.cancel()
+        await other.drain()  # to learn their sessions, which the clean-up ends
     if status != lifecycle_pb2.ABORT_STATUS_ABORTED or stream.session is not None:
         skip("the prefill was over before the abort")
     stream.check()

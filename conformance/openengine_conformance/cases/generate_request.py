@@ -8,13 +8,16 @@ import asyncio
 from openengine.v1 import generate_pb2, lifecycle_pb2
 from openengine_conformance import needs, probes
 from openengine_conformance.case import case
-from openengine_conformance.checks import Code, expect, expect_equal, skip
+from openengine_conformance.checks import Code, Skip, expect, expect_equal, skip
 from openengine_conformance.context import TEXT_PROMPT, Context
 from openengine_conformance.stream import Stream
 
 OUTSIDE_VOCABULARY = 2**32 - 1
 LONGEST_FILLED_CONTEXT = 200_000
 MOST_RUNNING = 64
+PATIENCE_WITH_QUEUE = 0.5
+"""Seconds without a first token, after which a queue that is not empty says that the request waits in it."""
+
 SOONEST_TELLING_TOKEN = 0.015
 """Seconds: a first token that comes sooner can't be told from the headers."""
 
@@ -239,10 +242,11 @@ async def accepted_before_first_token(ctx: Context) -> None:
     "GEN-08",
     needs=[needs.GENERATES],
     exclusive=True,
+    timeout=60,
 )
 async def queued_is_accepted(ctx: Context) -> None:
     fillers = await _fill(ctx)
-    queued = ctx.open(ctx.request(max_tokens=2))
+    queued = ctx.open(_on_one_rank(ctx, ctx.request(max_tokens=2)))
     async with asyncio.timeout(5):
         await queued.accepted()
     await _end_all(ctx, fillers)
@@ -260,9 +264,9 @@ async def queued_is_accepted(ctx: Context) -> None:
 async def priority_order(ctx: Context) -> None:
     """Fill every slot, let a low and a high one wait, then free one slot."""
     fillers = await _fill(ctx, priority=100)
-    low = ctx.open(ctx.endless(priority=-5))
+    low = ctx.open(_on_one_rank(ctx, ctx.endless(priority=-5)))
     await low.accepted()
-    high = ctx.open(ctx.endless(priority=5))
+    high = ctx.open(_on_one_rank(ctx, ctx.endless(priority=5)))
     await high.accepted()
 
     async def both_wait() -> bool:
@@ -270,7 +274,7 @@ async def priority_order(ctx: Context) -> None:
 
     await ctx.until(both_wait, "queued_requests did not count the two waiting requests", "LOAD-01", within=5)
     await ctx.abort(fillers[0].id)
-    await _first_to_start(ctx, high, low)
+    await _first_to_start(high, low)
     await _end_all(ctx, [*fillers, low, high])
 
 
@@ -361,22 +365,43 @@ async def _served_or_rejected(ctx: Context, request: generate_pb2.GenerateReques
 
 
 async def _fill(ctx: Context, *, priority: int | None = None) -> list[Stream]:
-    """Start as many endless requests as the engine runs at once."""
-    slots = ctx.offer.info.max_running_requests * len(ctx.offer.ranks)
-    if not 0 < slots <= MOST_RUNNING:
-        skip(f"max_running_requests is {slots or 'not reported'}: its slots can't be filled")
-    requests = [ctx.endless() for _ in range(slots)]
-    if priority is not None:
-        for request in requests:
+    """Start endless requests until one has to wait, and take that one back; skips when none does."""
+    if not (await ctx.load()).HasField("queued_requests"):
+        skip("queued_requests is not reported, so nobody can tell a request that waits")
+    running: list[Stream] = []
+    while len(running) < MOST_RUNNING:
+        request = _on_one_rank(ctx, ctx.endless())
+        if priority is not None:
             request.priority = priority
-    streams = list(await asyncio.gather(*(ctx.started(request) for request in requests)))
-    load = await ctx.load()
-    if load.running_requests < slots:
-        skip("the requests that should fill the engine ended too soon")
-    return streams
+        stream = ctx.open(request)
+        if not await _starts(ctx, stream):
+            stream.cancel()
+            return running
+        running.append(stream)
+    raise Skip(f"{MOST_RUNNING} requests at once don't fill the engine")
 
 
-async def _first_to_start(ctx: Context, expected: Stream, other: Stream) -> None:
+async def _starts(ctx: Context, stream: Stream) -> bool:
+    """Whether the request gets a token, or else waits in the queue."""
+    first_token = asyncio.ensure_future(stream.wait_tokens())
+    try:
+        while not (await asyncio.wait({first_token}, timeout=PATIENCE_WITH_QUEUE))[0]:
+            if (await ctx.load()).queued_requests > 0:
+                return False
+        await first_token
+        return True
+    finally:
+        first_token.cancel()
+        await asyncio.gather(first_token, return_exceptions=True)
+
+
+def _on_one_rank(ctx: Context, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
+    if len(ctx.offer.ranks) > 1:
+        request.kv.data_parallel_rank = ctx.offer.ranks.start
+    return request
+
+
+async def _first_to_start(expected: Stream, other: Stream) -> None:
     winner = asyncio.ensure_future(expected.wait_tokens())
     loser = asyncio.ensure_future(other.wait_tokens())
     try:

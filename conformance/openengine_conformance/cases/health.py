@@ -103,13 +103,16 @@ async def probes_at_once(ctx: Context) -> None:
 
 @case(
     "health.probe_leaves_nothing",
-    "A probe leaves no request behind.",
+    "A probe leaves neither a request nor a KV session behind.",
     "HEALTH-02",
+    "PD-04",
     exclusive=True,
 )
 async def probe_leaves_nothing(ctx: Context) -> None:
+    before = (await ctx.load()).active_kv_sessions
     await _health(ctx, include_inference_probe=True)
     await ctx.until(ctx.idle, "a request still runs after the probe", within=2)
+    expect_equal((await ctx.load()).active_kv_sessions, before, "active_kv_sessions after the probe", "PD-04")
 
 
 @case("health.unknown_model", "Health for an unknown model is NOT_FOUND.", "HEALTH-03")
