@@ -16,6 +16,7 @@ from openengine.v1 import inputs_pb2
 from openengine_adapters.core.batches import run_batch
 from openengine_adapters.core.errors import invalid
 from openengine_adapters.core.fetch import Fetcher, HostRule
+from openengine_adapters.core.validation import modality_of
 from openengine_adapters.engine import Media
 
 ITEMS_AT_ONCE = 4
@@ -74,7 +75,7 @@ class RequestMedia:
         if not data:
             raise invalid(field, "holds no bytes")
         return Media(
-            modality=item.modality or inputs_pb2.MODALITY_IMAGE,
+            modality=modality_of(item),
             data=data,
             field=field,
             mime_type=item.mime_type or mime_type,

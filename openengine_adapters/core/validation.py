@@ -426,20 +426,18 @@ def check_media(
     """MEDIA-01, MEDIA-02; what is in the items is looked at when they are loaded."""
     for position, item in enumerate(items):
         place = f"{field}[{position}]"
-        modality = item.modality or inputs_pb2.MODALITY_IMAGE
+        modality = modality_of(item)
         if modality not in modalities:
-            name = modality_name(modality)
+            name = inputs_pb2.Modality.Name(modality).removeprefix("MODALITY_").lower()
             raise invalid(f"{place}.modality", f"this model takes no {name} input", value=name)
         if item.WhichOneof("source") is None:
             raise invalid(place, "set one of url, data_uri and raw_bytes")
 
 
-def modality_name(modality: int) -> str:
-    """A modality as one small word; one that this build does not know as its number (DISC-12)."""
-    if modality not in inputs_pb2.Modality.values():
-        return str(modality)
-    name = inputs_pb2.Modality.Name(inputs_pb2.Modality.ValueType(modality))
-    return name.removeprefix("MODALITY_").lower()
+def modality_of(item: inputs_pb2.MediaItem) -> inputs_pb2.Modality.ValueType:
+    """Unspecified means image (MEDIA-01), and so does a value that this build does not know (DISC-12)."""
+    known = item.modality in inputs_pb2.Modality.values()
+    return item.modality if known and item.modality else inputs_pb2.MODALITY_IMAGE
 
 
 def _check_prefill(request: generate_pb2.GenerateRequest) -> None:
