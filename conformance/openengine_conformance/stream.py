@@ -79,7 +79,7 @@ class Stream:
     def finish(self) -> generate_pb2.GenerationFinished:
         """How output 0 finished."""
         if self.first.finished is None:
-            raise Failure("output 0 has no GenerationFinished", "STREAM-08")
+            raise Failure("output 0 has no GenerationFinished")
         return self.first.finished
 
     @property
@@ -122,9 +122,7 @@ class Stream:
         """Read until `count` token records came, of one output or of any; fails when the stream ends first."""
         while self._records(index) < count:
             if await self.read() is None:
-                raise Failure(
-                    f"the stream ended before token {count} came: {self._how_it_ended()}", "STREAM-08"
-                )
+                raise Failure(f"the stream ended before token {count} came: {self._how_it_ended()}")
 
     async def rest(self) -> Stream:
         """Read to the end, and fail if the stream broke a rule or ended with an EngineError."""
@@ -132,9 +130,9 @@ class Stream:
         self.check()
         if self.error is not None:
             code = errors_pb2.ErrorCode.Name(self.error.code)
-            raise Failure(f"the request ended with EngineError {code}: {self.error.message}", "STREAM-08")
+            raise Failure(f"the request ended with EngineError {code}: {self.error.message}")
         if self.status is not grpc.StatusCode.OK and not self._cancelled:
-            raise Failure(f"the stream ended with status {self._how_it_ended()}", "STREAM-08")
+            raise Failure(f"the stream ended with status {self._how_it_ended()}")
         return self
 
     async def outcome(self) -> grpc.StatusCode:

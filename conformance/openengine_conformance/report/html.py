@@ -10,12 +10,13 @@ from importlib import resources
 from itertools import groupby
 
 from openengine_conformance.case import AREAS
-from openengine_conformance.exchange import Exchange, render
+from openengine_conformance.exchange import Exchange, render, render_short
 from openengine_conformance.requirements import CONTRACT, REQUIREMENTS
 from openengine_conformance.results import FAILING, Report, Result, Standing, Verdict
 
+LONGEST_MESSAGE = 1500
 _MEANING = {
-    Standing.HOLDS: "every case that cites it and could run passed",
+    Standing.HOLDS: "a case passed and none proved it broken",
     Standing.BROKEN: "a case proved it broken",
     Standing.UNTESTED: "no case could tell on this server",
     Standing.UNSEEN: "a client can't see it",
@@ -59,10 +60,9 @@ def _banner(report: Report, title: str) -> Iterator[str]:
     yield f'<span class="soft"><b>{report.skipped}</b>skipped</span></div><dl class="facts">'
     facts = {
         "Server": report.target,
-        "Engine": f"{engine.engine_name} {engine.engine_version}",
-        "Role": report.offer.role_name,
+        "Engine": f"{engine.engine_name} {engine.engine_version}, role {report.offer.role_name}",
         "Model": report.offer.model,
-        "Schema": f"revision {engine.schema_revision}, {engine.schema_release}",
+        "Schema": f"revision {engine.schema_revision} of {engine.schema_release}",
         "Suite": report.suite_version,
         "Run": f"{report.began:%Y-%m-%d %H:%M} UTC, {report.seconds:.1f} s",
     }
@@ -81,8 +81,8 @@ def _requirements(report: Report) -> Iterator[str]:
         for rule in rules:
             standing = standings[rule.id]
             hint = f"{rule.id}: {rule.summary} ({rule.unseen or _MEANING[standing]})"
-            chip = f'<span class="chip {standing}" title="{escape(hint)}">{rule.id}</span>'
-            yield f'<a href="#broken-{rule.id}">{chip}</a>' if standing is Standing.BROKEN else chip
+            tag, link = ("a", f' href="#broken-{rule.id}"') if standing is Standing.BROKEN else ("span", "")
+            yield f'<{tag}{link} class="chip {standing}" title="{escape(hint)}">{rule.id}</{tag}>'
         yield "</div></div>"
     counts = Counter(standings.values())
     yield '</div><div class="legend">'
@@ -124,13 +124,15 @@ def _exchange(exchange: Exchange) -> Iterator[str]:
     yield f'<div class="messages"><div class="soft">sent</div><pre>{escape(render(exchange.request))}</pre>'
     if exchange.headers_at is not None:
         yield f'<div class="soft">initial metadata after {exchange.headers_at:.3f} s</div>'
+    yield '<table class="replies">'
     before = 0
     for reply in exchange.replies:
         if reply.number > before:
-            yield f'<div class="soft">… {reply.number - before} messages left out</div>'
+            yield f'<tr><td></td><td></td><td class="soft">{reply.number - before} messages left out</td></tr>'
         before = reply.number + 1
-        yield f'<div class="soft">message {reply.number + 1} after {reply.at:.3f} s</div>'
-        yield f"<pre>{escape(render(reply.message))}</pre>"
+        text = escape(render_short(reply.message, LONGEST_MESSAGE))
+        yield f"<tr><td>{reply.number + 1}</td><td>{reply.at:.3f} s</td><td><code>{text}</code></td></tr>"
+    yield "</table>"
     yield "</div></details>"
 
 
