@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from openengine.v1 import generate_pb2
-from openengine_adapters.core.errors import invalid
 from openengine_adapters.core.validation import stop_texts, stop_token_ids, wants_several
 from openengine_adapters.engine import GenerateCall
-
-_UINT64_MAX = 2**64 - 1
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -32,11 +30,10 @@ def sampling_params(call: GenerateCall, defaults: dict[str, Any]) -> SamplingPar
     values.update(
         {field.name: value for field, value in sampling.ListFields() if field.name in _SAMPLING_FIELDS}
     )
-    several = wants_several(sampling)
     return SamplingParams(
         **values,
-        n=several,
-        seed=_seed(sampling, several),
+        n=wants_several(sampling),
+        seed=_seed(sampling),
         stop=stop_texts(stopping),
         stop_token_ids=stop_token_ids(stopping),
         max_tokens=_max_tokens(stopping),
@@ -56,19 +53,18 @@ def priority(request: generate_pb2.GenerateRequest) -> int:
     return -request.priority
 
 
-def _seed(sampling: generate_pb2.SamplingParams, several: int) -> int | None:
+def _seed(sampling: generate_pb2.SamplingParams) -> int | None:
+    """The caller's seed, folded where PyTorch would drop bits (SAMP-03).
+
+    PyTorch's generator on a CPU looks at the lower 32 bits only, and vLLM adds the sequence's index to the seed,
+    which must stay within 64. So a larger seed is hashed to 63 bits, all of which depend on all of it.
+    """
     if not sampling.HasField("seed"):
         return None
-    # vLLM gives sequence i the seed + i, and has 64 bits for it.
-    highest = _UINT64_MAX - (several - 1)
-    if sampling.seed > highest:
-        raise invalid(
-            "sampling.seed",
-            f"{sampling.seed} leaves no seeds for {several} sequences; {highest} is the highest",
-            limit=highest,
-            value=sampling.seed,
-        )
-    return int(sampling.seed)
+    if sampling.seed < 2**32:
+        return sampling.seed
+    digest = hashlib.blake2b(sampling.seed.to_bytes(8, "big"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _max_tokens(stopping: generate_pb2.StoppingOptions) -> int | None:

@@ -31,7 +31,6 @@ BARE = description(embed=PLAIN, classify=PLAIN, score=PLAIN, lora=True)
 NO_TASKS = description()
 
 PIXELS = inputs_pb2.MediaItem(raw_bytes=b"x")
-UNKNOWN_MODALITY = inputs_pb2.MediaItem(modality=inputs_pb2.Modality.ValueType(9), raw_bytes=b"x")
 
 
 def item(item_id: str = "a", *ids: int) -> tasks_pb2.TaskInput:
@@ -138,7 +137,6 @@ def test_a_task_that_is_not_served(task: str) -> None:
             ),
             ".multimodal.media[1].modality",
         ),
-        (multimodal(media=[UNKNOWN_MODALITY]), ".multimodal.media[0].modality"),
     ],
 )
 def test_inputs(task: str, change: Change, field: str) -> None:
