@@ -225,28 +225,23 @@ def _settle_granularity(options: Options, support: TaskSupport) -> None:
 
 
 def _settle(options: Options, name: str, served: Sequence[int]) -> None:
-    """An explicit choice is served or refused; UNSPECIFIED, written out, is no choice."""
-    if not options.HasField(name):  # type: ignore[arg-type]  # a field of each that it is called for
-        return
-    if not getattr(options, name):
-        options.ClearField(name)  # type: ignore[arg-type]  # as above
-    else:
-        _check_served(options, name, served)
+    """A choice that is made is served or refused.
 
-
-def _check_served(options: Options, name: str, served: Sequence[int]) -> None:
-    """A number that this build has no name for is refused as well (DISC-12, MODEL-07)."""
+    UNSPECIFIED, written out, is no choice, nor is a number that this build does not know (DISC-12).
+    """
     value: int = getattr(options, name)
-    if value in served:
-        return
     enum = options.DESCRIPTOR.fields_by_name[name].enum_type
     assert enum is not None
     names = {number: known.name for number, known in enum.values_by_number.items()}
-    has = ", ".join(names[number] for number in served) or "there is no choice"
-    asked = names.get(value, str(value))
-    raise invalid(
-        f"options.{name}", f"{asked} is not served ({has}); leave it out for the default", value=asked
-    )
+    if not value or value not in names:
+        options.ClearField(name)  # type: ignore[arg-type]  # a field of each that it is called for
+    elif value not in served:
+        has = ", ".join(names[number] for number in served) or "there is no choice"
+        raise invalid(
+            f"options.{name}",
+            f"{names[value]} is not served ({has}); leave it out for the default",
+            value=names[value],
+        )
 
 
 def _check_dimensions(dimensions: int, support: TaskSupport) -> None:
@@ -267,17 +262,16 @@ def _check_dimensions(dimensions: int, support: TaskSupport) -> None:
 
 def _check_normalization(options: tasks_pb2.ScoreOptions, support: TaskSupport) -> None:
     """SCO-03."""
-    field = "options.normalization"
-    value = options.normalization
-    if value:
-        _check_served(options, "normalization", support.normalizations)
+    _settle(options, "normalization", support.normalizations)
     probabilities = tasks_pb2.TASK_VALUE_SEMANTICS_PROBABILITIES
     if (
-        value == tasks_pb2.SCORE_NORMALIZATION_SOFTMAX
+        options.normalization == tasks_pb2.SCORE_NORMALIZATION_SOFTMAX
         and options.HasField("output_semantics")
         and options.output_semantics != probabilities
     ):
-        raise invalid(field, "SOFTMAX gives probabilities; ask for these, or for no output_semantics")
+        raise invalid(
+            "options.normalization", "SOFTMAX gives probabilities; ask for these, or for no output_semantics"
+        )
 
 
 def _check_labels(labels: Sequence[int], support: TaskSupport, description: EngineDescription) -> None:

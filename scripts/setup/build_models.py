@@ -102,7 +102,7 @@ def build(name: str) -> Path:
         folder = Path(scratch) / name
         folder.mkdir(mode=0o755)
         BUILDERS[name](folder)
-        for file in folder.iterdir():
+        for file in filter(Path.is_file, folder.rglob("*")):
             file.chmod(0o644)
         try:
             folder.rename(target)

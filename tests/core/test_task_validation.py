@@ -202,7 +202,6 @@ def test_batches(task: str, change: Change, field: str) -> None:
         (lambda r: r.options.label_token_ids.extend([3, 3]), "options.label_token_ids"),
         (lambda r: r.options.label_token_ids.extend([1, 2, 3]), "options.label_token_ids"),
         (lambda r: r.options.label_token_ids.append(100), "options.label_token_ids"),
-        (lambda r: setattr(r.options, "normalization", 9), "options.normalization"),
         (
             lambda r: r.options.MergeFrom(
                 tasks_pb2.ScoreOptions(normalization=SOFTMAX, output_semantics=LOGITS)
@@ -237,7 +236,6 @@ def test_batches_and_groups_at_their_limits() -> None:
         (lambda r: setattr(r.context, "priority", 0), "context.priority"),
         (lambda r: setattr(r.context, "lora_name", "adapter"), "context.lora_name"),
         (lambda r: setattr(r.options, "granularity", TOKEN), "options.granularity"),
-        (lambda r: setattr(r.options, "granularity", 9), "options.granularity"),
     ],
 )
 def test_options_that_are_not_advertised(task: str, change: Change, field: str) -> None:
@@ -284,17 +282,18 @@ def test_dimensions(dimensions: int, accepted: bool) -> None:
 
 
 @EVERY_TASK
-def test_unspecified_is_no_choice(task: str) -> None:
-    """DISC-12: it selects the default, as absent does."""
+@pytest.mark.parametrize("value", [0, 99])
+def test_unspecified_and_unknown_are_no_choice(task: str, value: int) -> None:
+    """DISC-12: they select the default, as absent does."""
     request = valid(task)
-    request.options.granularity = 0
-    if task == "embed":
-        request.options.encoding = 0
-    else:
-        request.options.output_semantics = 0
+    other = "encoding" if task == "embed" else "output_semantics"
+    for name in ["granularity", other] + (["normalization"] if task == "score" else []):
+        setattr(request.options, name, value)
     options = check(task, request, BARE)
     assert options.granularity == SEQUENCE
-    assert not options.HasField("encoding" if task == "embed" else "output_semantics")
+    assert not options.HasField(other)
+    if task == "score":
+        assert options.normalization == tasks_pb2.SCORE_NORMALIZATION_UNSPECIFIED
 
 
 def test_explicit_choices_are_kept() -> None:
