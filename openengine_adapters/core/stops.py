@@ -9,7 +9,7 @@ match, and both its own text and the output end where the match begins.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from openengine_adapters.engine import Delta, FinishKind, TokenScore
@@ -42,6 +42,74 @@ class TextPieces:
         self._complete = len(self._ids)
         self._shown = self._decode(self._ids)
         return piece
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop among the tokens just pushed: the first `count` of them belong to the output, the last one ends it.
+
+    `last` is the length of that token's own text up to the end of the output, and `behind` how much text of the
+    pushed tokens comes after it. `text` is the stop string, None for a stop token.
+    """
+
+    count: int
+    last: int
+    behind: int
+    text: str | None = None
+
+
+class StopSeeker:
+    """Finds the stops of one output for an engine that cannot look for them itself.
+
+    The first `after` tokens are let pass, and a stop string must end behind them (STOP-02).
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[str],
+        token_ids: Container[int],
+        after: int,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._texts = tuple(texts)
+        self._token_ids = token_ids
+        self._left = after
+        self._pieces = TextPieces(decode)
+        self._overlap = max(map(len, texts), default=1) - 1
+        self._tail = ""  # the end of the text so far that a match could begin in
+
+    def push(self, token_ids: Sequence[int]) -> StopMatch | None:
+        """Look at the output's next tokens."""
+        for place, token_id in enumerate(token_ids):
+            piece = self._pieces.push(token_id)
+            self._left -= 1
+            if self._left < 0:
+                rest = token_ids[place + 1 :]
+                if token_id in self._token_ids:
+                    return StopMatch(place + 1, len(piece), self._length(rest))
+                found = self._find(piece)
+                if found is not None:
+                    text, end = found
+                    return StopMatch(place + 1, end, len(piece) - end + self._length(rest), text)
+            seen = self._tail + piece
+            self._tail = seen[max(0, len(seen) - self._overlap) :]
+        return None
+
+    def _find(self, piece: str) -> tuple[str, int] | None:
+        """The stop string that ends first within `piece`, and where."""
+        seen, before = self._tail + piece, len(self._tail)
+        ends = []
+        for text in self._texts:
+            at = seen.find(text, max(0, before - len(text) + 1))
+            if at >= 0:
+                ends.append((at + len(text) - before, text))
+        if not ends:
+            return None
+        end, text = min(ends, key=lambda pair: pair[0])
+        return text, end
+
+    def _length(self, token_ids: Sequence[int]) -> int:
+        return sum(len(self._pieces.push(token_id)) for token_id in token_ids)
 
 
 @dataclass(slots=True)
