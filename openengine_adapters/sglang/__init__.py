@@ -1,0 +1,1 @@
+"""The SGLang adapter. Importing this package does not import SGLang."""

@@ -1,0 +1,315 @@
+"""SGLang's runtime behind the port.
+
+The runtime lives in this process, as SGLang's own servers have it: its tokenizer manager on our event loop, its
+schedulers and its detokenizer as child processes. Only its ways to take over signals, and to kill this process when
+a child fails, are left out; docs/sglang.md tells why that is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import grpc
+import psutil
+from sglang.srt.entrypoints.engine import Engine as Runtime
+from sglang.srt.managers.io_struct import ShutdownReq
+from sglang.srt.server_args import ServerArgs
+
+from openengine_adapters.core.errors import EngineDied, Rejected, invalid
+from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
+from openengine_adapters.core.vocabulary import TokenTexts
+from openengine_adapters.engine import (
+    EngineDescription,
+    GenerateCall,
+    LoadSnapshot,
+    StartupError,
+    Step,
+)
+from openengine_adapters.sglang import config, errors, outputs, requests
+from openengine_adapters.sglang.load import LoadBoard
+from openengine_adapters.sglang.sequences import Sequences
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 5.0
+STATE_S = 30.0
+
+LONG_TEXT = 4096
+"""Characters from which on a prompt is tokenised off the event loop."""
+
+
+class SglangEngine:
+    """One SGLang engine in this process; its schedulers and its detokenizer are child processes."""
+
+    def __init__(self, args: ServerArgs, role: str | None = None) -> None:
+        self._args = args
+        self._role = role
+        self._runtime: Runtime | None = None
+        self._processes: list[psutil.Process] = []
+        self._failure = ""
+        self._reader: asyncio.Task[None] | None = None
+        self._description: EngineDescription | None = None
+        self._terms = requests.Terms(longest=0, defaults={})
+        self._limit: int | None = None
+        self._board: LoadBoard | None = None
+        self._texts: TokenTexts | None = None
+        self._calls: dict[str, Sequences] = {}
+        self._compiling = 0
+
+    # ------------------------------------------------------------------------------------------- lifecycle
+
+    async def start(self) -> EngineDescription:
+        """Start SGLang off the event loop, so that the server answers STARTING meanwhile."""
+        config.check(self._args, self._role)
+        config.prepare(self._args)
+        loop = asyncio.get_running_loop()
+        # A child that fails sends this to its parent, which it would end.
+        loop.add_signal_handler(signal.SIGQUIT, self._child_failed)
+        try:
+            # SGLang's children die with the thread that started them; this one lives as long as the loop.
+            runtime = await asyncio.to_thread(self._build)
+        except (Exception, SystemExit) as error:
+            log.debug("SGLang did not start", exc_info=error)
+            left = _existing([child.pid for child in multiprocessing.active_children() if child.pid])
+            await asyncio.to_thread(_end, _descendants(left))
+            raise StartupError(f"SGLang did not start: {_one_line(error)}") from error
+        self._runtime = runtime
+        scheduler = runtime._scheduler_init_result
+        self._processes = _existing(scheduler.all_child_pids)
+        manager = runtime.tokenizer_manager
+        manager.sampling_params_class = requests.WholeStops
+        # With a loop of its own already, SGLang neither takes signals nor starts the tasks that kill this process.
+        manager.event_loop = loop
+        self._reader = asyncio.create_task(manager.handle_loop(), name="sglang-outputs")
+        async with asyncio.timeout(STATE_S):
+            (state, *_) = await manager.get_internal_state()
+        self._describe(manager, scheduler.scheduler_infos[0], state)
+        assert self._description is not None
+        return self._description
+
+    def _build(self) -> Runtime:
+        runtime = Runtime(server_args=self._args)
+        # It would end every child of this process, whoever started it.
+        atexit.unregister(runtime.shutdown)
+        return runtime
+
+    def _describe(self, manager: Any, scheduler: dict[str, Any], state: dict[str, Any]) -> None:
+        description = config.describe(manager, scheduler, state)
+        tokenizer, value = manager.tokenizer, manager.config_value
+        anchor = tokenizer.encode("a", add_special_tokens=False)[-1]
+        self._texts = TokenTexts(
+            lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), anchor
+        )
+        self._terms = requests.Terms(
+            longest=description.max_context_length or 0,
+            defaults=config.sampling_defaults(manager),
+            deterministic=bool(value("enable_deterministic_inference")),
+            low_priority_first=bool(value("schedule_low_priority_values_first")),
+        )
+        if value("max_queued_requests") is not None:
+            ranks = len(description.parallelism.ranks)
+            self._limit = (description.max_running_requests or 0) + value("max_queued_requests") * ranks
+        self._board = LoadBoard(manager, value("page_size"))
+        self._description = description
+
+    async def stop(self) -> None:
+        """Let SGLang free what it holds, then end what is left of it."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is None:
+            return
+        manager = runtime.tokenizer_manager
+        await asyncio.to_thread(manager._subprocess_watchdog.stop)
+        if not self._failure:
+            manager._dispatch_to_scheduler(ShutdownReq())
+        await asyncio.to_thread(_end, _descendants(self._processes), 0.0 if self._failure else SHUTDOWN_S)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        for name in vars(runtime.port_args).values():
+            if isinstance(name, str) and name.startswith("ipc://"):
+                with contextlib.suppress(OSError):
+                    os.unlink(name.removeprefix("ipc://"))
+
+    def _child_failed(self) -> None:
+        self._failure = self._failure or "one of its processes failed, its log says why"
+
+    def check(self) -> None:
+        """Raise when a process of SGLang is gone or said that it failed."""
+        if self._runtime is None:
+            return
+        if not self._failure:
+            self._failure = self._find_failure()
+            if not self._failure:
+                return
+            log.error("SGLang: %s", self._failure)
+        raise EngineDied
+
+    def _find_failure(self) -> str:
+        for process in self._processes:
+            if not _lives(process):
+                return f"process {process.pid} is gone"
+        if self._reader is not None and self._reader.done():
+            error = None if self._reader.cancelled() else self._reader.exception()
+            log.error("SGLang's outputs cannot be read", exc_info=error)
+            return "its outputs cannot be read any more"
+        return ""
+
+    def steps(self) -> int:
+        """Signs of life of the schedulers and of the way back from them."""
+        return 0 if self._board is None else self._board.steps(compiling=self._compiling > 0)
+
+    def unfinished(self) -> int:
+        """Sequences that SGLang has not finished."""
+        return 0 if self._runtime is None else len(self._runtime.tokenizer_manager.rid_to_state)
+
+    # ------------------------------------------------------------------------------------------ generation
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Step, None]:
+        """Hand the request to the scheduler and return its stream."""
+        stream = self._stream(call)
+        try:
+            await anext(stream)  # up to the admission
+        except Exception as error:
+            raise errors.before_acceptance(error, call.request) from error
+        return stream
+
+    async def _stream(self, call: GenerateCall) -> AsyncGenerator[Step, None]:
+        """Yield an empty step for the admission, then what the sequences gain.
+
+        A guide is compiled by the scheduler, which tells of a bad one in its first output only: a guided request
+        counts as admitted when that is there.
+        """
+        prompt_ids = await self._prompt_ids(call)
+        requests.check(call.request, len(prompt_ids), self._terms)
+        inputs = requests.inputs(call, prompt_ids, self._terms)
+        self._check_room(len(inputs))
+        guided = call.request.HasField("guided")
+        async with Sequences(self.manager, inputs, self._output_reader(call, prompt_ids)) as sequences:
+            self._calls[call.id] = sequences
+            try:
+                self._compiling += guided
+                try:
+                    await sequences.admit(first_output=guided)
+                finally:
+                    self._compiling -= guided
+                yield Step()
+                async with contextlib.aclosing(sequences.steps()) as steps:
+                    async for step in steps:
+                        yield step
+            finally:
+                del self._calls[call.id]
+
+    def _output_reader(self, call: GenerateCall, prompt_ids: Sequence[int]) -> outputs.OutputReader:
+        assert self._description is not None
+        return outputs.OutputReader(
+            call,
+            prompt_ids,
+            self._description.eos_token_ids,
+            self.decode,
+            counts_reasoning=bool(self._description.reasoning_parser),
+        )
+
+    async def _prompt_ids(self, call: GenerateCall) -> list[int]:
+        """The prompt as SGLang would tokenise it; an empty one kills it, and one too long it refuses too late."""
+        request, tokenizer = call.request, self.manager.tokenizer
+        assert self._description is not None
+        if request.WhichOneof("input") == "token_ids":
+            ids = list(request.token_ids.ids)
+        elif len(request.prompt) < LONG_TEXT:
+            ids = _tokenise(tokenizer, request.prompt)
+        else:
+            ids = await asyncio.to_thread(_tokenise, tokenizer, request.prompt)
+        if not ids:
+            raise invalid("prompt", "has no tokens; the tokenizer makes nothing of it")
+        check_prompt_length(request.WhichOneof("input") or "prompt", len(ids), self._description)
+        check_prompt_logprob_start(request, len(ids))
+        return ids
+
+    def _check_room(self, more: int) -> None:
+        """SGLang tells of a full queue only after it took the request; what is certain is refused before (GEN-05)."""
+        if self._limit is not None and self.unfinished() + more > self._limit:
+            raise Rejected(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the engine runs and queues {self._limit} sequences at most, and is full; try again later",
+                limit=self._limit,
+            )
+
+    async def abort(self, call_id: str) -> None:
+        """SGLang ends the outputs after the step that it is in."""
+        sequences = self._calls.get(call_id)
+        if sequences is not None and not self._failure:
+            sequences.abort()
+
+    # ------------------------------------------------------------------------------------- load and tokens
+
+    async def load(self) -> LoadSnapshot:
+        """The schedulers' last load."""
+        assert self._board is not None
+        return self._board.snapshot()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text as SGLang streams it, special tokens left out."""
+        return str(self.manager.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token."""
+        assert self._texts is not None
+        return self._texts(token_id)
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's tokenizer manager. Raises `EngineDied` before the start and after the stop."""
+        if self._runtime is None or self._failure:
+            raise EngineDied("the engine is stopped")
+        return self._runtime.tokenizer_manager
+
+
+def _tokenise(tokenizer: Any, text: str) -> list[int]:
+    """As SGLang does it, special tokens at the beginning included."""
+    if not getattr(tokenizer, "is_fast", False):
+        return list(tokenizer.encode(text))
+    return list(tokenizer([text])["input_ids"][0])
+
+
+def _existing(pids: Sequence[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _descendants(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    found = {process.pid: process for process in processes}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update((child.pid, child) for child in process.children(recursive=True))
+    return list(found.values())
+
+
+def _end(processes: Sequence[psutil.Process], patience_s: float = 0.0) -> None:
+    """Kill what has not ended by itself after so long."""
+    _, left = psutil.wait_procs(processes, timeout=patience_s)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=SHUTDOWN_S)
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
