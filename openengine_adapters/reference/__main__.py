@@ -6,12 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 from openengine.v1 import discovery_pb2
+from openengine_adapters import launcher
 from openengine_adapters.engine import Lora
 from openengine_adapters.launcher import launch
 from openengine_adapters.options import add_server_options, server_options
 from openengine_adapters.reference.engine import ReferenceEngine
+from openengine_adapters.reference.mutants import MUTANTS
 from openengine_adapters.reference.settings import MODEL_ID, Faults, Settings
 
 _ROLES = {
@@ -73,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     faults.add_argument(
         "--hang-after", type=_at_least(1), metavar="N", help="the engine hangs after N tokens"
     )
+    faults.add_argument(
+        "--mutant", metavar="NAME", help="break one requirement; 'list' shows which there are"
+    )
     add_server_options(parser)
     parser.set_defaults(kv_events=True)  # they cost nothing here
     return parser
@@ -82,11 +88,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns the process's exit code."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
+    if parsed.mutant == "list":
+        return _list_mutants()
     try:
         settings = _settings(parsed)
     except ValueError as error:
         parser.error(str(error))
-    return launch(lambda: ReferenceEngine(settings), server_options(parsed))
+    if not parsed.mutant:
+        return launch(lambda: ReferenceEngine(settings), server_options(parsed))
+    mutant = MUTANTS.get(parsed.mutant)
+    if mutant is None:
+        parser.error(f"there is no mutant {parsed.mutant!r}; --mutant list shows them")
+    # The launcher makes the servicer itself, so a mutant hands it one that is spoilt from the start.
+    with mock.patch.object(launcher, "OpenEngineServicer", mutant.servicer_type()):
+        return launch(lambda: mutant.spoil_engine(ReferenceEngine(settings)), server_options(parsed))
+
+
+def _list_mutants() -> int:
+    for mutant in MUTANTS.values():
+        flags = "".join(f" [{name}={value}]" for name, value in mutant.settings.items())
+        print(f"{mutant.name:32} {mutant.breaks:10} {mutant.sentence}{flags}")
+    return 0
 
 
 def _settings(parsed: argparse.Namespace) -> Settings:

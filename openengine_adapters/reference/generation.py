@@ -160,7 +160,7 @@ class Generation(Work):
                 Output(
                     index,
                     self._model,
-                    Sampler(self._request.sampling, index, self.prompt.ids),
+                    self.sampler(index),
                     self._stops,
                     state=self.state if self._transferred is None else self._transferred,
                     prompt_tail=self.prompt.ids[-3:],
@@ -170,6 +170,10 @@ class Generation(Work):
                     guide=None if self._guide is None else self._guide.fork(),
                 )
             )
+
+    def sampler(self, index: int) -> Sampler:
+        """How the output `index` draws its tokens."""
+        return Sampler(self._request.sampling, index, self.prompt.ids)
 
     @property
     def _sequences(self) -> int:
