@@ -14,7 +14,7 @@ from openengine_conformance.stream import Stream
 
 OUTSIDE_VOCABULARY = 2**32 - 1
 LONGEST_FILLED_CONTEXT = 200_000
-MOST_RUNNING = 64
+MOST_RUNNING = 16
 PATIENCE_WITH_QUEUE = 0.5
 """Seconds without a first token, after which a queue that is not empty says that the request waits in it."""
 
@@ -368,6 +368,8 @@ async def _fill(ctx: Context, *, priority: int | None = None) -> list[Stream]:
     """Start endless requests until one has to wait, and take that one back; skips when none does."""
     if not (await ctx.load()).HasField("queued_requests"):
         skip("queued_requests is not reported, so nobody can tell a request that waits")
+    if ctx.offer.info.max_running_requests > MOST_RUNNING * len(ctx.offer.ranks):
+        skip(f"{ctx.offer.info.max_running_requests} running requests are too many to fill the engine with")
     running: list[Stream] = []
     while len(running) < MOST_RUNNING:
         request = _on_one_rank(ctx, ctx.endless())

@@ -12,7 +12,7 @@ from openengine_conformance.stream import Stream
 
 Params = generate_pb2.SamplingParams
 NAN, INFINITY = float("nan"), float("inf")
-TOKENS = 12
+TOKENS = 8
 
 
 async def _sample(ctx: Context, *, temperature: float = 1.0, **params: float) -> Stream:
@@ -66,10 +66,10 @@ async def neutral_values(ctx: Context) -> None:
 )
 async def zero_is_not_absent(ctx: Context) -> None:
     """At temperature 1 several runs differ on any model with a choice; at 0 they must not."""
-    sampled = [await _sample(ctx) for _ in range(3)]
-    greedy = [await _sample(ctx, temperature=0.0) for _ in range(3)]
-    expect_equal(len({tuple(s.first.ids) for s in greedy}), 1, "the number of different greedy outputs")
-    if len({tuple(s.first.ids) for s in sampled}) == 1:
+    expected = (await probes.baseline(ctx)).first.ids[:TOKENS]
+    expect_equal((await _sample(ctx, temperature=0.0)).first.ids, expected, "the output at temperature 0")
+    sampled = await ctx.generate_all(*(ctx.steady(temperature=1.0) for _ in range(3)))
+    if all(stream.first.ids == expected for stream in sampled):
         skip("this model gives one output at temperature 1 too")
 
 
@@ -170,9 +170,8 @@ async def top_k_no_limit(ctx: Context) -> None:
     exclusive=True,
 )
 async def top_k_one(ctx: Context) -> None:
-    expected = await probes.baseline(ctx)
-    stream = await _sample(ctx, top_k=1)
-    expect_equal(stream.first.ids, expected.first.ids, "the output with top_k 1")
+    expected = (await probes.baseline(ctx)).first.ids[:TOKENS]
+    expect_equal((await _sample(ctx, top_k=1)).first.ids, expected, "the output with top_k 1")
 
 
 @case(
@@ -183,9 +182,8 @@ async def top_k_one(ctx: Context) -> None:
     exclusive=True,
 )
 async def top_p_tiny(ctx: Context) -> None:
-    expected = await probes.baseline(ctx)
-    stream = await _sample(ctx, top_p=1e-6)
-    expect_equal(stream.first.ids, expected.first.ids, "the output with top_p 0.000001")
+    expected = (await probes.baseline(ctx)).first.ids[:TOKENS]
+    expect_equal((await _sample(ctx, top_p=1e-6)).first.ids, expected, "the output with top_p 0.000001")
 
 
 @case(
@@ -197,7 +195,7 @@ async def top_p_tiny(ctx: Context) -> None:
     exclusive=True,
 )
 async def min_p_one(ctx: Context) -> None:
-    expected = await probes.baseline(ctx)
+    expected = (await probes.baseline(ctx)).first.ids[:TOKENS]
     try:
         stream = await _sample(ctx, min_p=1.0)
     except Refused as refused:
@@ -207,7 +205,7 @@ async def min_p_one(ctx: Context) -> None:
         )
         await ctx.still_serves("GEN-10")
         skip("the engine rejects min_p as it is configured")
-    expect_equal(stream.first.ids, expected.first.ids, "the output with min_p 1")
+    expect_equal(stream.first.ids, expected, "the output with min_p 1")
 
 
 @case(
@@ -276,7 +274,8 @@ async def seed_repeats(ctx: Context) -> None:
 )
 async def seeds_differ(ctx: Context) -> None:
     await probes.require_seeds(ctx)
-    outputs = {tuple((await _sample(ctx, seed=seed)).first.ids) for seed in range(1, 6)}
+    requests = [ctx.steady(temperature=1.0, sampling=Params(seed=seed)) for seed in range(1, 6)]
+    outputs = {tuple(stream.first.ids) for stream in await ctx.generate_all(*requests)}
     expect(len(outputs) > 1, "five seeds gave one output")
 
 
@@ -290,20 +289,26 @@ async def seeds_differ(ctx: Context) -> None:
 async def seed_whole_range(ctx: Context) -> None:
     """Seeds that agree in their low bits must not give the same outputs throughout."""
     await probes.require_seeds(ctx)
-    served = {}
-    for low in (3, 4):
-        for seed in (low, low + 2**31, low + 2**32, low + 2**63):
-            try:
-                served[seed] = tuple((await _sample(ctx, seed=seed)).first.ids)
-            except Refused as refused:
-                named = refused.code is Code.INVALID_ARGUMENT and "seed" in refused.details
-                expect(named, f"the seed {seed} is refused, but not by name: {refused}")
-    if served.get(3) == served.get(4):
+    suspects = [2**31, 2**32, 2**63]
+    for low in (3, 4, 5):
+        expected = (await _sample(ctx, seed=low)).first.ids
+        served = {high: await _served(ctx, low + high) for high in suspects}
+        # A model may give one output for two seeds by chance, so equality is tried again with the next one.
+        suspects = [high for high in suspects if served[high] == expected]
+        if not suspects:
+            return
+    if (await _sample(ctx, seed=3)).first.ids == (await _sample(ctx, seed=4)).first.ids:
         skip("small seeds give one output here, so large ones can't be told apart")
-    for high in (2**31, 2**32, 2**63):
-        pairs = [(low, low + high) for low in (3, 4) if low + high in served]
-        same = pairs and all(served[low] == served[big] for low, big in pairs)
-        expect(not same, f"seeds {pairs} give the same outputs: high bits are dropped")
+    expect(False, f"seeds that differ by {suspects} give the same outputs: high bits are dropped")
+
+
+async def _served(ctx: Context, seed: int) -> list[int] | None:
+    try:
+        return (await _sample(ctx, seed=seed)).first.ids
+    except Refused as refused:
+        named = refused.code is Code.INVALID_ARGUMENT and "seed" in refused.details
+        expect(named, f"the seed {seed} is refused, but not by name: {refused}")
+        return None
 
 
 @case(
@@ -316,8 +321,8 @@ async def seed_whole_range(ctx: Context) -> None:
 )
 async def zero_seed(ctx: Context) -> None:
     await probes.require_seeds(ctx)
-    outputs = {tuple((await _sample(ctx, seed=0)).first.ids) for _ in range(3)}
-    expect_equal(len(outputs), 1, "the number of different outputs for seed 0")
+    first, again = await _sample(ctx, seed=0), await _sample(ctx, seed=0)
+    expect_equal(again.first.ids, first.first.ids, "the output for seed 0")
 
 
 @case(
