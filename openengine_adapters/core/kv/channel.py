@@ -20,8 +20,8 @@ KEPT_BATCHES = 8192
 KEPT_BYTES = 64 * 1024 * 1024
 """What a rank keeps for replay and for slow subscribers: so many batches, of so many bytes together."""
 
-SNAPSHOT_AGE = 64
-"""A snapshot serves later subscribers too, followed by the batches since, until it is so many batches old."""
+SNAPSHOT_REST = 10
+"""After a snapshot was made, so many times as long passes before the next: those who wait share it."""
 
 Response = kv_pb2.SubscribeKvEventsResponse
 
@@ -41,7 +41,9 @@ class Channel:
         self._index = BlockIndex(encode)
         self._journal = self._new_journal(0)
         self._timestamp_ns = 0
-        self._snapshot: kv_pb2.SubscribeKvEventsResponse | None = None
+        self._snapshot: Response | None = None
+        self._making: asyncio.Future[None] | None = None
+        self._rested_at = 0.0
         self._ready = asyncio.Event()
 
     # ------------------------------------------------------------------------------------- the engine's side
@@ -126,21 +128,34 @@ class Channel:
         """Read from `number` on."""
         return Cursor(self._journal, number)
 
-    def snapshot(self) -> tuple[Response | None, int]:
+    async def snapshot(self) -> tuple[Response | None, int]:
         """The cache's content as one batch, and the number of the batch after it (KVE-04).
 
         The batch clears, then stores each copy of each block. There is none before the engine's first batch, which
         is then all the content there is.
         """
-        if self.next == 0:
-            return None, 0
-        snapshot = self._snapshot
-        if snapshot is not None:
-            following = snapshot.batch.sequence_number + 1
-            if self.next - following <= SNAPSHOT_AGE and following >= self._journal.replayable:
-                return snapshot, following
-        self._snapshot = self._take_snapshot()
-        return self._snapshot, self.next
+        while self.next:
+            if self._snapshot is None or self._snapshot.batch.sequence_number + 1 != self.next:
+                if self._making is None:
+                    loop = asyncio.get_running_loop()
+                    self._making = loop.create_future()
+                    loop.call_at(self._rested_at, self._make_snapshot, self._making)
+                await asyncio.shield(self._making)
+            if self._snapshot is not None:  # else the history began anew in the meantime
+                return self._snapshot, self._snapshot.batch.sequence_number + 1
+        return None, 0
+
+    def _make_snapshot(self, made: asyncio.Future[None]) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        self._making = None
+        try:
+            self._snapshot = self._take_snapshot() if self.next else None
+        except Exception as error:
+            made.set_exception(error)
+        else:
+            made.set_result(None)
+        self._rested_at = clock() + SNAPSHOT_REST * (clock() - began)
 
     def _take_snapshot(self) -> Response:
         head = kv_pb2.KvEventBatch(

@@ -143,7 +143,7 @@ class Subscription:
         cursors: list[Cursor[Response]] = self._cursors
         if not cursors:
             for channel in self._channels:
-                snapshot, following = channel.snapshot()
+                snapshot, following = await channel.snapshot()
                 cursors.append(channel.cursor(following))
                 if snapshot is not None:
                     yield snapshot

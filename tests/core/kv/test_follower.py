@@ -54,8 +54,8 @@ def blocks(view: View) -> list[int]:
     return sorted(int.from_bytes(key[0]) for key in view.copies.elements())
 
 
-def snapshot(channel: Channel) -> list[int]:
-    response, _ = channel.snapshot()
+async def snapshot(channel: Channel) -> list[int]:
+    response, _ = await channel.snapshot()
     assert response is not None
     view = View()
     view.apply(response.batch)
@@ -76,7 +76,7 @@ async def test_history_before_the_subscription_is_replayed(publisher: FakePublis
         assert channel.next == 300
         await publisher.publish(removed(7))
         await until(lambda: channel.next == 301)
-        assert snapshot(channel) == [n for n in range(300) if n != 7]
+        assert await snapshot(channel) == [n for n in range(300) if n != 7]
         assert channel.read_stats().complete
 
 
@@ -108,7 +108,7 @@ async def test_a_replay_that_loses_messages_is_asked_again(publisher: FakePublis
         publisher.mute = {3, 4, 7}
         await publisher.publish(stored(9))
         await until(lambda: channel.next == 10)
-        assert snapshot(channel) == list(range(10))
+        assert await snapshot(channel) == list(range(10))
         assert channel.read_stats().restarts == 0
 
 
@@ -120,7 +120,7 @@ async def test_a_replay_without_an_end_is_asked_again(
         await publisher.publish(stored(number))
     monkeypatch.setattr("tests.core.kv.publisher.END", b"\xff")  # a frame that nobody understands
     async with following(publisher) as channel:
-        assert snapshot(channel) == list(range(5))
+        assert await snapshot(channel) == list(range(5))
 
 
 async def test_a_gap_that_cannot_be_repaired_ends_streams_and_begins_anew(publisher: FakePublisher) -> None:
@@ -134,7 +134,7 @@ async def test_a_gap_that_cannot_be_repaired_ends_streams_and_begins_anew(publis
         assert failure.retryable
         assert failure.details["reason"] == "kv_events_lost"
         # Block 0 may have been removed in the batch that is gone, so it is not claimed.
-        assert snapshot(channel) == [2]
+        assert await snapshot(channel) == [2]
         stats = channel.read_stats()
         assert not stats.complete
         assert stats.repaired == 0
@@ -152,7 +152,7 @@ async def test_without_a_replay_socket_a_gap_is_a_loss() -> None:
         await publisher.publish(stored(2))
         await until(lambda: channel.next == 3)
         assert "batches 1 to 1 were lost" in str(ended(cursor))
-        assert snapshot(channel) == [2]
+        assert await snapshot(channel) == [2]
         assert channel.read_stats().restarts == 1
 
 
@@ -161,7 +161,7 @@ async def test_a_publisher_that_forgot_its_beginning(publisher: FakePublisher) -
         await publisher.publish(stored(number))
     publisher.forget(before=6)
     async with following(publisher) as channel:
-        assert snapshot(channel) == [6, 7, 8, 9]
+        assert await snapshot(channel) == [6, 7, 8, 9]
         assert not channel.read_stats().complete
         assert channel.replayable == 6
 
@@ -173,7 +173,7 @@ async def test_a_history_with_a_hole_counts_from_behind_it(publisher: FakePublis
     for number in range(5, 8):
         await publisher.publish(stored(number))
     async with following(publisher) as channel:
-        assert snapshot(channel) == [5, 6, 7]
+        assert await snapshot(channel) == [5, 6, 7]
 
 
 async def test_a_restart_shows_in_lower_numbers(publisher: FakePublisher) -> None:
@@ -186,7 +186,7 @@ async def test_a_restart_shows_in_lower_numbers(publisher: FakePublisher) -> Non
         await publisher.publish(stored(70))
         await until(lambda: channel.next == 1)
         assert "restarted" in str(ended(cursor))
-        assert snapshot(channel) == [70]
+        assert await snapshot(channel) == [70]
         assert channel.read_stats().complete
         await publisher.publish(stored(71))
         await until(lambda: channel.next == 2)
@@ -206,7 +206,7 @@ async def test_a_restart_is_not_taken_for_a_gap(publisher: FakePublisher) -> Non
         await publisher.publish(stored(75))
         await until(lambda: channel.next == 6)
         assert "restarted" in str(ended(cursor))
-        assert snapshot(channel) == list(range(70, 76))
+        assert await snapshot(channel) == list(range(70, 76))
 
 
 async def test_a_loss_at_the_end_is_found_while_idle(publisher: FakePublisher) -> None:
@@ -228,7 +228,7 @@ async def test_a_restart_is_found_while_idle(publisher: FakePublisher) -> None:
         publisher.restart()
         publisher.lose(stored(70))
         await until(lambda: channel.next == 1)
-        assert snapshot(channel) == [70]
+        assert await snapshot(channel) == [70]
         await publisher.publish(stored(71))
         await until(lambda: channel.next == 2)
         assert channel.read_stats().restarts == 1
@@ -251,7 +251,7 @@ async def test_a_batch_twice_counts_as_a_restart_but_harms_nothing(publisher: Fa
         await publisher.resend(1)
         await publisher.publish(stored(2))
         await until(lambda: channel.next == 3)
-        assert snapshot(channel) == [0, 1, 2]
+        assert await snapshot(channel) == [0, 1, 2]
 
 
 async def test_what_does_not_decode_keeps_its_number(publisher: FakePublisher) -> None:
@@ -297,5 +297,5 @@ async def test_any_mixture_of_losses_ends_in_the_same_content(publisher: FakePub
                 take_all(cursor, view)
         await until(lambda: channel.next == publisher.next)
         assert blocks(take_all(cursor, view)) == sorted(present)
-        assert snapshot(channel) == sorted(present)
+        assert await snapshot(channel) == sorted(present)
         assert channel.read_stats().restarts == 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openengine.v1 import kv_pb2
-from openengine_adapters.core.kv.channel import Channel
+from openengine_adapters.core.kv.channel import Channel, Response
 from openengine_adapters.core.kv.index import BlockIndex
 from openengine_adapters.core.kv.messages import native_hash
 from openengine_adapters.core.kv.native import decode
@@ -36,16 +38,17 @@ _history = st.lists(st.lists(_event, max_size=3), min_size=1, max_size=40)
 @given(_history, st.data())
 @settings(deadline=None)
 def test_a_snapshot_and_what_follows_equal_the_whole_history(history: list[list[Any]], data: Any) -> None:
-    channel = Channel(0, native_hash)
     cut = data.draw(st.integers(1, len(history)))
-    reuse = data.draw(st.booleans())
+    asyncio.run(_check_snapshot(history, cut))
+
+
+async def _check_snapshot(history: list[list[Any]], cut: int) -> None:
+    channel = Channel(0, native_hash)
     for number, events in enumerate(history[:cut]):
         channel.apply(number, payload(*events))
-        if reuse:
-            channel.snapshot()  # a later one may be served from this one
-    late, following = channel.snapshot()
+    late, following = await channel.snapshot()
     assert late is not None
-    assert late.batch.sequence_number == following - 1
+    assert late.batch.sequence_number == following - 1 == cut - 1
     assert late.batch.events[0].HasField("all_blocks_cleared")
     for number, events in enumerate(history[cut:], start=cut):
         channel.apply(number, payload(*events))
@@ -56,6 +59,41 @@ def test_a_snapshot_and_what_follows_equal_the_whole_history(history: list[list[
     everything = _whole(channel)
     assert view.copies == everything.copies
     assert view.content == everything.content
+
+
+async def test_snapshots_are_shared_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, made = Channel(0, native_hash), 0
+    take = Channel._take_snapshot
+
+    def counted(self: Channel) -> Response:
+        nonlocal made
+        made += 1
+        return take(self)
+
+    monkeypatch.setattr(Channel, "_take_snapshot", counted)
+    assert await channel.snapshot() == (None, 0)
+    channel.apply(0, payload(stored(1)))
+    waiting = [asyncio.create_task(channel.snapshot()) for _ in range(50)]
+    first = await asyncio.gather(*waiting)
+    assert await channel.snapshot() == first[0]
+    assert made == 1
+    channel.apply(1, payload(stored(2)))
+    leaving, staying = (asyncio.create_task(channel.snapshot()) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    response, following = await staying
+    assert response is not None
+    assert following == 2
+    assert made == 2
+
+
+async def test_a_history_that_begins_anew_spoils_no_snapshot() -> None:
+    channel = Channel(0, native_hash)
+    channel.apply(0, payload(stored(1)))
+    waiting = asyncio.create_task(channel.snapshot())
+    await asyncio.sleep(0)
+    channel.restart(0, "a test")
+    assert await waiting == (None, 0)
 
 
 def _whole(channel: Channel) -> View:
