@@ -60,8 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from openengine_adapters.launcher import launch
     from openengine_adapters.vllm.engine import VllmEngine
+    from openengine_adapters.vllm.kv import KvEventsWanted
 
-    return launch(lambda: VllmEngine.from_flags(parsed), options)
+    kv_events = KvEventsWanted(options.kv_events, reachable=options.kv_source != "grpc")
+    return launch(lambda: VllmEngine.from_flags(parsed, kv_events), options)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import vllm
@@ -25,13 +25,16 @@ from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
     EngineDescription,
     GenerateCall,
+    KvEventPublisher,
     LoadSnapshot,
     Lora,
+    RuntimeEvent,
     StartupError,
     Step,
 )
-from openengine_adapters.vllm import config, errors, outputs, requests
+from openengine_adapters.vllm import config, errors, kv, outputs, requests
 from openengine_adapters.vllm.load import LoadBoard
+from openengine_adapters.vllm.steps import StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +44,9 @@ SHUTDOWN_S = 5.0
 class VllmEngine:
     """One vLLM engine in this process; its core and workers are child processes."""
 
-    def __init__(self, args: AsyncEngineArgs) -> None:
+    def __init__(self, args: AsyncEngineArgs, kv_events: kv.KvEventsWanted | None = None) -> None:
         self._args = args
+        self._kv_events = kv.KvEvents(kv_events or kv.KvEventsWanted())
         self._board = LoadBoard()
         self._llm: AsyncLLM | None = None
         self._description: EngineDescription | None = None
@@ -50,10 +54,10 @@ class VllmEngine:
         self._texts: TokenTexts | None = None
 
     @classmethod
-    def from_flags(cls, flags: Namespace) -> VllmEngine:
+    def from_flags(cls, flags: Namespace, kv_events: kv.KvEventsWanted | None = None) -> VllmEngine:
         """Make an engine from vLLM's parsed flags. Raises `StartupError` when vLLM refuses them."""
         try:
-            return cls(AsyncEngineArgs.from_cli_args(flags))
+            return cls(AsyncEngineArgs.from_cli_args(flags), kv_events)
         except Exception as error:
             raise StartupError(f"vLLM does not take these flags: {_one_line(error)}") from error
 
@@ -64,6 +68,8 @@ class VllmEngine:
         config.check_version(vllm.__version__)
         try:
             llm: AsyncLLM = await asyncio.to_thread(self._build)
+        except StartupError:
+            raise
         except Exception as error:
             log.debug("vLLM did not start", exc_info=error)
             raise StartupError(f"vLLM did not start: {_one_line(error)}") from error
@@ -79,11 +85,19 @@ class VllmEngine:
         self._description = config.describe(
             llm.vllm_config, tokenizer, tuple(tasks), vllm.__version__, self._args.served_model_name
         )
+        if self.kv_event_publishers() and self._description.generation is not None:
+            # The history of KV events begins with an empty cache, said aloud.
+            await kv.clear_cache(llm, self._description.parallelism.ranks)
         return self._description
 
     def _build(self) -> AsyncLLM:
+        self._args.kv_events_config = self._kv_events.configure(
+            self._args.kv_events_config, self._args.data_parallel_size
+        )
+        built = self._args.create_engine_config()
+        self._kv_events.check(built)
         return AsyncLLM.from_vllm_config(
-            self._args.create_engine_config(),
+            built,
             stat_loggers=[self._board.logger],
             enable_log_requests=self._args.enable_log_requests,
             disable_log_stats=self._args.disable_log_stats,
@@ -94,6 +108,7 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
+        self._kv_events.close()
 
     def check(self) -> None:
         """vLLM notices the death of its processes by itself and sets a flag."""
@@ -180,12 +195,21 @@ class VllmEngine:
         if self._llm is not None and not self._llm.errored:
             await self._llm.abort(call_id)
 
-    # ------------------------------------------------------------------------------------- load and tokens
+    # ---------------------------------------------------------------------------- load, events and tokens
 
     async def load(self) -> LoadSnapshot:
         """The last step's statistics."""
         assert self._description is not None
         return self._board.snapshot(self._description.parallelism.ranks, self._description.total_kv_blocks)
+
+    def kv_event_publishers(self) -> Sequence[KvEventPublisher]:
+        """What vLLM's schedulers have bound; none while KV events are off."""
+        llm = self.llm
+        return kv.publishers(llm.get_kv_event_sources(), llm.vllm_config)
+
+    def observe(self, sink: Callable[[RuntimeEvent], None] | None) -> None:
+        """Tell `sink` of every step from now on."""
+        self._board.events = None if sink is None else StepEvents(sink)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text as vLLM streams it, special tokens left out."""

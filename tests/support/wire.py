@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from openengine.v1 import generate_pb2, inputs_pb2, service_pb2_grpc
+from openengine_adapters.core.kv.plane import KvOptions
 from openengine_adapters.core.servicer import OpenEngineServicer
 from openengine_adapters.core.watchdog import Limits
 from openengine_adapters.engine import Engine, EngineDescription
@@ -144,9 +145,11 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: Engine, limits: Limits | None = None) -> AsyncIterator[Wire]:
+async def serving(
+    engine: Engine, limits: Limits | None = None, kv: KvOptions | None = None
+) -> AsyncIterator[Wire]:
     """Serve `engine` in this process on a free loopback port."""
-    servicer = OpenEngineServicer(engine, "test-instance", "v1", limits)
+    servicer = OpenEngineServicer(engine, "test-instance", "v1", limits, kv=kv)
     server = Server(servicer, "127.0.0.1", 0)
     port = await server.start()
     description = await engine.start()
@@ -160,5 +163,6 @@ async def serving(engine: Engine, limits: Limits | None = None) -> AsyncIterator
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
+        await servicer.closed()
         await server.stop(0)
         await engine.stop()

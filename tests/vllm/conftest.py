@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest_asyncio
 
@@ -14,7 +15,7 @@ os.environ.update(cpu_env.vllm_env())
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
-def vllm_engine(model: str, *flags: str) -> object:
+def vllm_engine(model: str, *flags: str, **more: Any) -> Any:
     """An engine with the flags of the CPU set-up and `flags` behind them."""
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -22,7 +23,8 @@ def vllm_engine(model: str, *flags: str) -> object:
     from openengine_adapters.vllm.engine import VllmEngine
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    return VllmEngine(AsyncEngineArgs.from_cli_args(parser.parse_args([*cpu_env.vllm_flags(model), *flags])))
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args([*cpu_env.vllm_flags(model), *flags]))
+    return VllmEngine(args, **more)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -37,12 +39,29 @@ async def tiny() -> AsyncIterator[Wire]:
         "tiny",
         "small",
     )
-    async with serving(vllm_engine(cpu_env.TINY_LLAMA, *flags)) as wire:  # type: ignore[arg-type]  # vLLM is untyped here
+    async with serving(vllm_engine(cpu_env.TINY_LLAMA, *flags)) as wire:
         yield wire
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def smol() -> AsyncIterator[Wire]:
     """SmolLM2-135M-Instruct with vLLM's defaults."""
-    async with serving(vllm_engine(cpu_env.SMOLLM2)) as wire:  # type: ignore[arg-type]  # vLLM is untyped here
+    async with serving(vllm_engine(cpu_env.SMOLLM2)) as wire:
+        yield wire
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def evicting() -> AsyncIterator[Wire]:
+    """A tiny random Llama with few cache blocks, KV events, and details of each step."""
+    from openengine_adapters.vllm.kv import KvEventsWanted
+
+    flags = (
+        "--num-gpu-blocks-override",
+        "48",
+        "--max-model-len",
+        "512",
+        "--enable-logging-iteration-details",
+    )
+    engine = vllm_engine(cpu_env.TINY_LLAMA, *flags, kv_events=KvEventsWanted(events=True))
+    async with serving(engine) as wire:
         yield wire
