@@ -7,7 +7,7 @@ SHELL := bash
 
 VENVS := dev vllm sglang
 DEV := .venv/dev/bin
-CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks)
+CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks examples)
 SHELL_SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/*/*.sh docker/*.sh deploy/*.sh)
 
 # What `make test` runs, in this order.  A stage is a target; a new one is a line here.
