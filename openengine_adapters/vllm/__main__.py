@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     from openengine_adapters.launcher import launch
+    from openengine_adapters.publishers import KvEventsWanted
     from openengine_adapters.vllm.engine import VllmEngine
-    from openengine_adapters.vllm.kv import KvEventsWanted
 
     kv_events = KvEventsWanted(options.kv_events, reachable=options.kv_source != "grpc")
     return launch(lambda: VllmEngine.from_flags(parsed, kv_events), options)

@@ -32,6 +32,7 @@ from openengine_adapters.engine import (
     StartupError,
     Step,
 )
+from openengine_adapters.publishers import KvEventsWanted
 from openengine_adapters.vllm import config, errors, kv, outputs, requests
 from openengine_adapters.vllm.load import LoadBoard
 from openengine_adapters.vllm.steps import StepEvents
@@ -44,9 +45,9 @@ SHUTDOWN_S = 5.0
 class VllmEngine:
     """One vLLM engine in this process; its core and workers are child processes."""
 
-    def __init__(self, args: AsyncEngineArgs, kv_events: kv.KvEventsWanted | None = None) -> None:
+    def __init__(self, args: AsyncEngineArgs, kv_events: KvEventsWanted | None = None) -> None:
         self._args = args
-        self._kv_events = kv.KvEvents(kv_events or kv.KvEventsWanted())
+        self._kv_events = kv.KvEvents(kv_events or KvEventsWanted())
         self._board = LoadBoard()
         self._llm: AsyncLLM | None = None
         self._description: EngineDescription | None = None
@@ -54,7 +55,7 @@ class VllmEngine:
         self._texts: TokenTexts | None = None
 
     @classmethod
-    def from_flags(cls, flags: Namespace, kv_events: kv.KvEventsWanted | None = None) -> VllmEngine:
+    def from_flags(cls, flags: Namespace, kv_events: KvEventsWanted | None = None) -> VllmEngine:
         """Make an engine from vLLM's parsed flags. Raises `StartupError` when vLLM refuses them."""
         try:
             return cls(AsyncEngineArgs.from_cli_args(flags), kv_events)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import socket
-import tempfile
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig, VllmConfig
@@ -18,6 +13,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from openengine_adapters.engine import KvEventPublisher, StartupError
+from openengine_adapters.publishers import Endpoints, KvEventsWanted, is_wildcard, local
 
 log = logging.getLogger(__name__)
 
@@ -25,20 +21,12 @@ FLUSH_S = 60.0
 """How long one token may take that makes vLLM send what it holds back."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvEventsWanted:
-    """What our own options ask for: events at all, and publishers that others can reach too."""
-
-    events: bool = False
-    reachable: bool = False
-
-
 class KvEvents:
     """The publishers of one engine, vLLM's flags going before our options."""
 
     def __init__(self, wanted: KvEventsWanted) -> None:
         self._wanted = wanted
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._endpoints: Endpoints | None = None
 
     def configure(self, given: KVEventsConfig | None, ranks: int) -> KVEventsConfig | None:
         """The configuration to start vLLM with. Raises `StartupError` for one that cannot work."""
@@ -60,24 +48,17 @@ class KvEvents:
             raise StartupError("--kv-events needs --enable-prefix-caching; this model runs without it")
 
     def close(self) -> None:
-        """Remove the sockets' folder. Safe to call twice."""
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        """Remove the sockets. Safe to call twice."""
+        if self._endpoints is not None:
+            self._endpoints.close()
 
     def _own(self, ranks: int) -> KVEventsConfig:
-        if self._wanted.reachable:
-            first = _free_ports(2 * ranks)
-            endpoint, replay = f"tcp://*:{first}", f"tcp://*:{first + ranks}"
-        else:
-            # vLLM binds to no single TCP address, and for a rank above 0 it refuses ipc:// unless it takes the path
-            # for an in-process one, to which it adds the rank; it looks for this word anywhere in it.
-            self._folder = tempfile.TemporaryDirectory(prefix="openengine-")
-            endpoint, replay = (
-                f"ipc://{Path(self._folder.name)}/inproc-{name}" for name in ("live", "replay")
-            )
+        self._endpoints = Endpoints(ranks, reachable=self._wanted.reachable)
         return KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=self._endpoints.live,
+            replay_endpoint=self._endpoints.replay,
         )
 
 
@@ -86,14 +67,14 @@ def publishers(sources: Mapping[int, KVEventsConfig], config: VllmConfig) -> lis
     return [
         KvEventPublisher(
             rank=rank,
-            endpoint=_local(source.endpoint),
-            replay_endpoint=_local(source.replay_endpoint or ""),
+            endpoint=local(source.endpoint),
+            replay_endpoint=local(source.replay_endpoint or ""),
             topic=source.topic,
             buffer_steps=source.buffer_steps,
             hwm=source.hwm,
             max_queue_size=source.max_queue_size,
             block_size=config.cache_config.block_size,
-            every_interface=_is_wildcard(source.endpoint),
+            every_interface=is_wildcard(source.endpoint),
         )
         for rank, source in sorted(sources.items())
         if _is_on(source)
@@ -130,10 +111,6 @@ def _is_on(config: KVEventsConfig) -> bool:
     return bool(config.enable_kv_cache_events) and config.publisher == "zmq"
 
 
-def _is_wildcard(endpoint: str) -> bool:
-    return endpoint.startswith("tcp://") and ("*" in endpoint or "[::]" in endpoint)
-
-
 def _check_bound(endpoint: str) -> None:
     """vLLM listens only where it sees a wildcard; to any other TCP address it connects."""
     if endpoint.startswith("tcp://") and "*" not in endpoint and "::" not in endpoint:
@@ -141,25 +118,3 @@ def _check_bound(endpoint: str) -> None:
             f"vLLM would connect to the KV events endpoint {endpoint!r} instead of listening there; "
             "write tcp://*:PORT, or an ipc:// path"
         )
-
-
-def _local(endpoint: str) -> str:
-    return endpoint.replace("*", "127.0.0.1").replace("[::]", "[::1]")
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports."""
-    for _ in range(100):
-        first = random.randrange(20_000, 60_000)
-        if all(_is_free(port) for port in range(first, first + count)):
-            return first
-    raise StartupError(f"found no {count} consecutive free ports for KV events")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True

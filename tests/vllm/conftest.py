@@ -53,7 +53,7 @@ async def smol() -> AsyncIterator[Wire]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def evicting() -> AsyncIterator[Wire]:
     """A tiny random Llama with few cache blocks, KV events, and details of each step."""
-    from openengine_adapters.vllm.kv import KvEventsWanted
+    from openengine_adapters.publishers import KvEventsWanted
 
     flags = (
         "--num-gpu-blocks-override",

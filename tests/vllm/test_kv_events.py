@@ -188,7 +188,7 @@ async def test_events_that_are_off_cost_no_publisher(tiny: Wire) -> None:
 )
 async def test_what_cannot_work_is_refused_at_start(flags: list[str], wanted: bool, reason: str) -> None:
     from openengine_adapters.engine import StartupError
-    from openengine_adapters.vllm.kv import KvEventsWanted
+    from openengine_adapters.publishers import KvEventsWanted
 
     engine = vllm_engine(cpu_env.TINY_LLAMA, *flags, kv_events=KvEventsWanted(events=wanted))
     with pytest.raises(StartupError, match=reason):
