@@ -56,9 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_flags(["--help"] if ours.help_engine else [*engine_flags, "--model-path", ours.model])
 
     from openengine_adapters.launcher import launch
+    from openengine_adapters.publishers import KvEventsWanted
     from openengine_adapters.sglang.engine import SglangEngine
 
-    return launch(lambda: SglangEngine(args, role=options.role), options)
+    kv_events = KvEventsWanted(options.kv_events, reachable=options.kv_source != "grpc")
+    return launch(lambda: SglangEngine(args, role=options.role, kv_events=kv_events), options)
 
 
 # SGLang spawns its processes, and each of them imports this file once more under another name.

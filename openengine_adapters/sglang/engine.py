@@ -29,11 +29,13 @@ from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
     EngineDescription,
     GenerateCall,
+    KvEventPublisher,
     LoadSnapshot,
     StartupError,
     Step,
 )
-from openengine_adapters.sglang import config, errors, outputs, requests
+from openengine_adapters.publishers import KvEventsWanted
+from openengine_adapters.sglang import config, errors, kv, outputs, requests
 from openengine_adapters.sglang.load import LoadBoard
 from openengine_adapters.sglang.sequences import Sequences
 
@@ -49,9 +51,12 @@ LONG_TEXT = 4096
 class SglangEngine:
     """One SGLang engine in this process; its schedulers and its detokenizer are child processes."""
 
-    def __init__(self, args: ServerArgs, role: str | None = None) -> None:
+    def __init__(
+        self, args: ServerArgs, role: str | None = None, kv_events: KvEventsWanted | None = None
+    ) -> None:
         self._args = args
         self._role = role
+        self._kv_events = kv.KvEvents(kv_events or KvEventsWanted())
         self._runtime: Runtime | None = None
         self._processes: list[psutil.Process] = []
         self._failure = ""
@@ -70,6 +75,9 @@ class SglangEngine:
         """Start SGLang off the event loop, so that the server answers STARTING meanwhile."""
         config.check(self._args, self._role)
         config.prepare(self._args)
+        self._args.kv_events_config = self._kv_events.configure(
+            self._args.kv_events_config, self._args.dp_size, cached=not self._args.disable_radix_cache
+        )
         loop = asyncio.get_running_loop()
         # A child that fails sends this to its parent, which it would end.
         loop.add_signal_handler(signal.SIGQUIT, self._child_failed)
@@ -123,6 +131,7 @@ class SglangEngine:
     async def stop(self) -> None:
         """Let SGLang free what it holds, then end what is left of it."""
         runtime, self._runtime = self._runtime, None
+        self._kv_events.close()
         if runtime is None:
             return
         manager = runtime.tokenizer_manager
@@ -254,6 +263,13 @@ class SglangEngine:
         """The schedulers' last load."""
         assert self._board is not None
         return self._board.snapshot()
+
+    def kv_event_publishers(self) -> Sequence[KvEventPublisher]:
+        """What SGLang's schedulers have bound; none while KV events are off."""
+        assert self._description is not None
+        return self._kv_events.publishers(
+            self._description.parallelism.ranks, self._description.kv_block_size
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text as SGLang streams it, special tokens left out."""
