@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -31,6 +31,7 @@ from openengine_adapters.engine import (
     GenerateCall,
     KvEventPublisher,
     LoadSnapshot,
+    RuntimeEvent,
     StartupError,
     Step,
 )
@@ -38,6 +39,7 @@ from openengine_adapters.publishers import KvEventsWanted
 from openengine_adapters.sglang import config, errors, kv, outputs, requests
 from openengine_adapters.sglang.load import LoadBoard
 from openengine_adapters.sglang.sequences import Sequences
+from openengine_adapters.sglang.steps import StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class SglangEngine:
         self._terms = requests.Terms(longest=0, defaults={})
         self._limit: int | None = None
         self._board: LoadBoard | None = None
+        self._events: StepEvents | None = None
         self._texts: TokenTexts | None = None
         self._calls: dict[str, Sequences] = {}
         self._compiling = 0
@@ -139,6 +142,7 @@ class SglangEngine:
         if not self._failure:
             manager._dispatch_to_scheduler(ShutdownReq())
         await asyncio.to_thread(_end, _descendants(self._processes), 0.0 if self._failure else SHUTDOWN_S)
+        self.observe(None)
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -270,6 +274,12 @@ class SglangEngine:
         return self._kv_events.publishers(
             self._description.parallelism.ranks, self._description.kv_block_size
         )
+
+    def observe(self, sink: Callable[[RuntimeEvent], None] | None) -> None:
+        """Tell `sink` of what the schedulers do from now on."""
+        if self._events is not None:
+            self._events.stop()
+        self._events = None if sink is None or self._board is None else StepEvents(self._board, sink)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text as SGLang streams it, special tokens left out."""

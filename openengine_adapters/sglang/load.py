@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from openengine_adapters.engine import LoadSnapshot, RankLoad
@@ -32,6 +33,11 @@ class LoadBoard:
         self._read()
         taken_at = max((load.timestamp for load in self._last.values()), default=0) or time.time()
         return LoadSnapshot([self._rank(load) for _, load in sorted(self._last.items())], int(taken_at * 1e9))
+
+    def loads(self) -> Mapping[int, Any]:
+        """What SGLang itself publishes, by rank."""
+        self._read()
+        return self._last
 
     def steps(self, *, compiling: bool) -> int:
         """Signs of life so far: outputs that came, and steps of a scheduler that has work.
