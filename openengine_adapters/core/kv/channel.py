@@ -11,7 +11,7 @@ from openengine_adapters.core.errors import EngineFailure
 from openengine_adapters.core.journal import Cursor, Journal
 from openengine_adapters.core.kv.index import BlockIndex
 from openengine_adapters.core.kv.messages import CLEARED, HashEncoder, event_message
-from openengine_adapters.core.kv.native import Removed, Stored, decode
+from openengine_adapters.core.kv.native import Event, Removed, Stored, decode
 from openengine_adapters.core.kv.stats import RankStats
 
 log = logging.getLogger(__name__)
@@ -57,30 +57,33 @@ class Channel:
         """Take in the batch numbered `next`."""
         assert number == self.next
         batch = decode(payload)
-        for event in batch.events:
-            self._index.apply(event)
-            if isinstance(event, Stored):
-                self.stats.stored_blocks += len(event.hashes)
-            elif isinstance(event, Removed):
-                self.stats.removed_blocks += len(event.hashes)
-            else:
-                self.stats.cleared += 1
-        if batch.skipped.payloads or batch.skipped.events:
-            log.warning(
-                "rank %d: KV batch %d is not understood in full: %s", self.rank, number, batch.skipped
-            )
         message = kv_pb2.KvEventBatch(
             sequence_number=number,
             timestamp_unix_nanos=batch.timestamp_ns,
             data_parallel_rank=self.rank,
             events=[event_message(event, self._encode) for event in batch.events],
         )
+        for event, event_as_sent in zip(batch.events, message.events, strict=True):
+            self._index.apply(event, event_as_sent)
+            self._count(event)
+        if batch.skipped.payloads or batch.skipped.events:
+            log.warning(
+                "rank %d: KV batch %d is not understood in full: %s", self.rank, number, batch.skipped
+            )
         self.last_payload = payload
         self._timestamp_ns = batch.timestamp_ns
         self.stats.batches += 1
         self.stats.skipped.add(batch.skipped)
         self.stats.lag_s = max(0.0, time.time() - batch.timestamp_ns / 1e9)
         self._journal.append(Response(batch=message), len(payload))
+
+    def _count(self, event: Event) -> None:
+        if isinstance(event, Stored):
+            self.stats.stored_blocks += len(event.hashes)
+        elif isinstance(event, Removed):
+            self.stats.removed_blocks += len(event.hashes)
+        else:
+            self.stats.cleared += 1
 
     def restart(self, number: int, reason: str) -> None:
         """The history before `number` is unknown: end the subscribers' streams and begin anew (KVE-02)."""
@@ -164,8 +167,9 @@ class Channel:
             data_parallel_rank=self.rank,
             events=[CLEARED],
         )
-        parts = [head.SerializeToString(), *self._index.records()]
-        return Response(batch=kv_pb2.KvEventBatch.FromString(b"".join(parts)))
+        snapshot = Response(batch=head)
+        snapshot.batch.MergeFromString(b"".join(self._index.records()))
+        return snapshot
 
     def read_stats(self) -> RankStats:
         """The counters, with those that say "now" brought up to date."""

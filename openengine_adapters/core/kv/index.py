@@ -45,10 +45,10 @@ class BlockIndex:
         self._blocks.clear()
         self.complete = complete
 
-    def apply(self, event: Event) -> None:
-        """Follow one event."""
+    def apply(self, event: Event, message: kv_pb2.KvEvent) -> None:
+        """Follow one event; `message` is its form for clients."""
         if isinstance(event, Stored):
-            self._store(event)
+            self._store(event, message)
         elif isinstance(event, Removed):
             for value in event.hashes:
                 self._remove((value, event.medium, event.group))
@@ -61,12 +61,12 @@ class BlockIndex:
             for _ in range(block.copies):
                 yield block.record
 
-    def _store(self, event: Stored) -> None:
+    def _store(self, event: Stored, message: kv_pb2.KvEvent) -> None:
         for number, value in enumerate(event.hashes):
             key = value, event.medium, event.group
             block = self._blocks.get(key)
             if block is None:
-                block = self._blocks[key] = _Block(self._record(event, number))
+                block = self._blocks[key] = _Block(self._record(event, number, message))
             block.copies += 1
 
     def _remove(self, key: _Key) -> None:
@@ -78,9 +78,11 @@ class BlockIndex:
         if not block.copies:
             del self._blocks[key]
 
-    def _record(self, event: Stored, number: int) -> bytes:
-        stored = stored_message(one_block(event, number), self._encode)
-        return kv_pb2.KvEventBatch(events=[kv_pb2.KvEvent(block_stored=stored)]).SerializeToString()
+    def _record(self, event: Stored, number: int, message: kv_pb2.KvEvent) -> bytes:
+        if len(event.hashes) > 1:
+            stored = stored_message(one_block(event, number), self._encode)
+            message = kv_pb2.KvEvent(block_stored=stored)
+        return kv_pb2.KvEventBatch(events=[message]).SerializeToString()
 
 
 def one_block(event: Stored, number: int) -> Stored:

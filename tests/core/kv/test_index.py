@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openengine.v1 import kv_pb2
 from openengine_adapters.core.kv.channel import Channel, Response
 from openengine_adapters.core.kv.index import BlockIndex
-from openengine_adapters.core.kv.messages import native_hash
+from openengine_adapters.core.kv.messages import event_message, native_hash
 from openengine_adapters.core.kv.native import decode
 from tests.core.kv.publisher import cleared, payload, removed, stored
 from tests.core.kv.view import View, view_of
@@ -114,7 +114,7 @@ def test_the_index_counts_what_the_history_leaves(history: list[list[Any]]) -> N
 def _index(*events: Any) -> BlockIndex:
     index = BlockIndex(native_hash)
     for event in decode(payload(*events)).events:
-        index.apply(event)
+        index.apply(event, event_message(event, native_hash))
     return index
 
 
