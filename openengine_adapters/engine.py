@@ -355,7 +355,7 @@ class KvEventPublisher:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeEvent:
-    """One event for planners; `taken_at` is Unix time in nanoseconds. Attribute keys: docs/operating.md."""
+    """One event for planners; `taken_at` is Unix time in nanoseconds. Attribute keys: docs/events.md."""
 
     type: observability_pb2.RuntimeEventType.ValueType
     taken_at: int
