@@ -95,3 +95,23 @@ async def test_load_has_batch_sizes_where_vllm_counts_them(evicting: Wire, tiny:
             await asyncio.sleep(0.01)
     assert load.HasField("decode_batch_size")
     assert not (await tiny.stub.GetLoad(obs.GetLoadRequest())).HasField("decode_batch_size")
+
+
+async def test_transfers_are_told_one_by_one() -> None:
+    """NIXL's statistics, by themselves and below a MultiConnector's."""
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from openengine_adapters.vllm.steps import StepEvents
+
+    nixl = {"transfer_duration": [0.5, 0.25], "bytes_transferred": [100, 200], "num_failed_transfers": [1]}
+    for stats in (nixl, {"NixlConnector": {"data": nixl}}):
+        events: list[Any] = []
+        StepEvents(events.append).record(3, 1, SchedulerStats(kv_connector_stats=stats), None)
+        transfers = [
+            dict(event.attributes) for event in events if event.type == obs.RUNTIME_EVENT_TYPE_TRANSFER
+        ]
+        assert transfers == [
+            {"rank": "3", "event": "transferred", "bytes": "100", "duration_us": "500000"},
+            {"rank": "3", "event": "transferred", "bytes": "200", "duration_us": "250000"},
+            {"rank": "3", "event": "failed"},
+        ]
