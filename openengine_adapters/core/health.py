@@ -11,7 +11,7 @@ from openengine.v1 import discovery_pb2, generate_pb2, inputs_pb2, lifecycle_pb2
 from openengine_adapters.core.errors import EngineFailure, Rejected
 from openengine_adapters.core.lifecycle import Lifecycle, Phase
 from openengine_adapters.core.validation import check_model
-from openengine_adapters.engine import Engine, EngineDescription, GenerateCall
+from openengine_adapters.engine import Engine, EngineDescription, GenerateCall, HandsOffKv
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,9 @@ class Health:
         stream = await self._engine.generate(GenerateCall(id=uuid.uuid4().hex, request=request))
         async with contextlib.aclosing(stream):
             async for step in stream:
+                if step.session is not None and isinstance(self._engine, HandsOffKv):
+                    # Nobody will come for the probe's blocks (PD-04).
+                    await self._engine.release_session(step.session.session_id)
                 if step.deltas or step.session is not None:
                     return
         raise EngineFailure("the engine ended the probe without a token")

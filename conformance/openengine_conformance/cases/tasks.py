@@ -313,6 +313,47 @@ async def _abort_once_running(ctx: Context, request_id: str, call: asyncio.Futur
 
 
 @case(
+    "tasks.abort_all",
+    "all_requests ends running tasks as well as generations.",
+    "ABORT-03",
+    "TASK-08",
+    needs=[needs.ANY_TASK],
+    exclusive=True,
+)
+async def abort_all(ctx: Context) -> None:
+    request = lifecycle_pb2.AbortRequest(all_requests=lifecycle_pb2.AllRequests())
+    task = tasking.supported(ctx)[0]
+    outlived = 0
+    for _ in range(3):
+        batch = _large_batch(ctx, task)
+        call = asyncio.ensure_future(ctx.call(task.rpc(ctx), batch))
+        try:
+            if not await _seen_running(ctx, call):
+                continue
+            await ctx.call(ctx.rpc.Abort, request)
+            outcome = (await asyncio.gather(call, return_exceptions=True))[0]
+        finally:
+            call.cancel()
+        if isinstance(outcome, Refused):
+            expect_equal(outcome.code, Code.CANCELLED, f"the status of a {task.name} after all_requests")
+            await ctx.until(ctx.idle, f"an aborted {task.name} still runs", within=2)
+            return
+        outlived += 1
+    if not outlived:
+        skip("the tasks end too soon to be aborted")
+    # One may end by itself just before the abort; all of them do not.
+    expect(outlived < 3, f"{outlived} running {task.name} calls outlived all_requests")
+
+
+async def _seen_running(ctx: Context, call: asyncio.Future[Any]) -> bool:
+    """Whether the server's load showed the call before it was over."""
+    while not call.done():
+        if not await ctx.idle():
+            return True
+    return False
+
+
+@case(
     "tasks.cancel",
     "A task whose client goes away, or whose deadline expires, stops in the engine.",
     "TASK-09",
