@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 GenerateContext = grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateResponse]
 
+REREAD_S = 0.5
+"""How often, in seconds, a stalled reader is looked after."""
+
 TRACE_KEYS = ("traceparent", "tracestate")
 
 
@@ -41,6 +44,22 @@ async def run_generate(
     context: GenerateContext,
 ) -> None:
     """Serve one validated request. Raises `Rejected` before acceptance, and nothing after it."""
+    try:
+        await _serve(engine, description, requests, loras, media, request, context)
+    except _Stalled as stalled:
+        # The id and the engine's slot are free by now; what is left is a few words for the reader.
+        await _write_once_read(context, stalled.last)
+
+
+async def _serve(
+    engine: Engine,
+    description: EngineDescription,
+    requests: RequestTable,
+    loras: LoraRegistry,
+    media: MediaLoader,
+    request: generate_pb2.GenerateRequest,
+    context: GenerateContext,
+) -> None:
     with requests.claim(request.request_id, "Generate") as active:
         async with loras.use(request.lora_name) as lora:
             call = _call(active, request, lora, context)
@@ -155,11 +174,10 @@ class _Responder:
             failure_outside = self._active.failure
             if failure_outside is None:
                 raise
-            if self._active.writing_since is not None:
-                # The reader stalls: nothing more can reach it, so the call just ends and gRPC resets its stream.
-                raise
             _uncancel()
             last = responses.cancel() if self._active.aborted else responses.fail(failure_outside)
+            if self._active.writing_since is not None:
+                raise _Stalled(last) from None
         for response in last:
             await self._write(response)
 
@@ -167,6 +185,28 @@ class _Responder:
         self._active.writing_since = self._clock()
         await self._context.write(response)
         self._active.writing_since = None
+
+
+class _Stalled(Exception):
+    """The reader stopped reading; `last` is what it gets if it ever reads again."""
+
+    def __init__(self, last: list[generate_pb2.GenerateResponse]) -> None:
+        super().__init__("the client stopped reading")
+        self.last = last
+
+
+async def _write_once_read(context: GenerateContext, last: list[generate_pb2.GenerateResponse]) -> None:
+    """End the stream properly once the reader takes the message that it left lying, or until it is gone.
+
+    gRPC refuses a second write while one is pending. It cancels this task when the client disconnects.
+    """
+    for response in last:
+        while True:
+            try:
+                await context.write(response)
+                break
+            except grpc.aio.InternalError:
+                await asyncio.sleep(REREAD_S)
 
 
 def _uncancel() -> None:

@@ -118,7 +118,7 @@ async def test_trace_context_reaches_the_engine(served: Served) -> None:
 
 
 async def test_a_reader_that_stops_loses_its_request() -> None:
-    """STREAM-10: its id and slot are free, memory is bounded by the transport's window."""
+    """STREAM-10: its id and slot are free, and when it reads again its stream ends properly (ERR-01)."""
     engine = FakeEngine()
     big = Step([*token(97).deltas], prompt_tokens=3)
     big.deltas[0].text = "x" * 100_000
@@ -128,7 +128,11 @@ async def test_a_reader_that_stops_loses_its_request() -> None:
         await until(lambda: len(served.engine.closed) == 1 and len(served.servicer.requests) == 0)
         again = await served.accepted(served.request())
         again.cancel()
-        call.cancel()
+        async with asyncio.timeout(SOON_S):
+            responses = [response async for response in call]
+        assert responses[-1].error.code == errors_pb2.ERROR_CODE_OVERLOADED
+        assert responses[-1].error.retryable and responses[-1].HasField("usage")
+        assert await call.code() is grpc.StatusCode.OK
 
 
 async def test_engine_death_ends_every_stream_with_a_retryable_error() -> None:
