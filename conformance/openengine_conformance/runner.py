@@ -70,6 +70,7 @@ class _Runner:
     def __init__(self, session: Session, progress: Progress) -> None:
         self.results: dict[str, Result] = {}
         self.death = ""
+        self._asking = asyncio.Lock()
         self._session = session
         self._options = session.options
         self._progress = progress
@@ -149,12 +150,14 @@ class _Runner:
         return result
 
     async def _look_for_death(self, result: Result) -> None:
-        if not self.death and (died := await self._session.connection.why_dead()):
-            self.death = f"the server stopped answering during {result.case.id} ({died})"
-            result.reason += f"; then the server stopped answering ({died})"
-        elif self.death:
-            # Another case that ran at the same time has reported it.
-            result.verdict, result.reason, result.rule = Verdict.NOT_RUN, self.death, ""
+        # Cases that run at the same time ask one after the other, so that only the first reports the death.
+        async with self._asking:
+            reported = self.death
+            if not reported and (died := await self._session.connection.why_dead()):
+                self.death = f"the server stopped answering during {result.case.id} ({died})"
+                result.reason += f"; then the server stopped answering ({died})"
+        if reported:
+            result.verdict, result.reason, result.rule = Verdict.NOT_RUN, reported, ""
 
     def _deadline(self, case: Case) -> float:
         # A case that needs longer keeps its proportion when the user grants more or less time.

@@ -16,7 +16,7 @@ from openengine.v1.service_pb2_grpc import OpenEngineServicer, add_OpenEngineSer
 MODEL = "fake-model"
 
 
-class FakeEngine(OpenEngineServicer):  # type: ignore[misc]  # what it leaves out stays UNIMPLEMENTED
+class FakeEngine(OpenEngineServicer):
     """Answers each request with the tokens 1 … max_tokens; `token` is what it wants to be called with."""
 
     def __init__(self, token: str = "") -> None:
@@ -83,10 +83,15 @@ class FakeEngine(OpenEngineServicer):  # type: ignore[misc]  # what it leaves ou
             self.running -= 1
 
 
+def fake_engine(token: str = "") -> FakeEngine:
+    """A fake engine; what it leaves out of the service stays UNIMPLEMENTED."""
+    return FakeEngine(token)  # type: ignore[abstract]
+
+
 class Served:
     """A fake engine on a port; `stop` takes it away in the middle of a run."""
 
-    def __init__(self, engine: FakeEngine, server: grpc.aio.Server[Any, Any], port: int) -> None:
+    def __init__(self, engine: FakeEngine, server: grpc.aio.Server, port: int) -> None:
         self.engine = engine
         self.target = f"127.0.0.1:{port}"
         self._server = server
@@ -98,7 +103,7 @@ class Served:
 @asynccontextmanager
 async def serving(engine: FakeEngine | None = None) -> AsyncIterator[Served]:
     """Serve a fake engine on a free port."""
-    engine = engine or FakeEngine()
+    engine = engine or fake_engine()
     server = grpc.aio.server()
     add_OpenEngineServicer_to_server(engine, server)
     port = server.add_insecure_port("127.0.0.1:0")
