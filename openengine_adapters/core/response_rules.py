@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from openengine.v1 import generate_pb2
 from openengine_adapters.core.errors import invalid
+from openengine_adapters.core.vocabulary import check_vocabulary
 from openengine_adapters.engine import EngineDescription, GenerationSupport, LogprobSupport
 
 

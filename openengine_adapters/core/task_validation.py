@@ -16,8 +16,8 @@ from openengine_adapters.core.validation import (
     check_identity,
     check_media,
     check_token_ids,
-    check_vocabulary,
 )
+from openengine_adapters.core.vocabulary import check_vocabulary
 from openengine_adapters.engine import EngineDescription, TaskSupport
 
 Options = tasks_pb2.EmbedOptions | tasks_pb2.ClassifyOptions | tasks_pb2.ScoreOptions

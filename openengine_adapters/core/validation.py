@@ -15,6 +15,7 @@ import grpc
 from openengine.v1 import discovery_pb2, generate_pb2, inputs_pb2, model_pb2
 from openengine_adapters.core.errors import Rejected, invalid
 from openengine_adapters.core.response_rules import check_response
+from openengine_adapters.core.vocabulary import check_vocabulary
 from openengine_adapters.engine import EngineDescription, GenerationSupport
 
 _ROLE_NAMES = {
@@ -141,17 +142,6 @@ def check_token_ids(field: str, ids: Sequence[int], description: EngineDescripti
     if not ids:
         raise invalid(field, "must not be empty")
     check_vocabulary(field, max(ids), description)
-
-
-def check_vocabulary(field: str, token_id: int, description: EngineDescription) -> None:
-    """An id that the model knows (GEN-03, RESP-05)."""
-    if token_id >= description.vocab_size:
-        raise invalid(
-            field,
-            f"id {token_id} is outside the vocabulary; ids go from 0 to {description.vocab_size - 1}",
-            limit=description.vocab_size - 1,
-            value=token_id,
-        )
 
 
 def check_prompt_length(field: str, length: int, description: EngineDescription) -> None:

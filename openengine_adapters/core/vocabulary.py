@@ -1,8 +1,11 @@
-"""Token texts, decoded once each."""
+"""Token ids: which exist, and what text each has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+from openengine_adapters.core.errors import invalid
+from openengine_adapters.engine import EngineDescription
 
 
 class TokenTexts:
@@ -27,3 +30,14 @@ class TokenTexts:
             text = joined[len(self._anchor_text) :] if anchored else self._decode([token_id])
             self._texts[token_id] = text
         return text
+
+
+def check_vocabulary(field: str, token_id: int, description: EngineDescription) -> None:
+    """An id that the model knows (GEN-03, RESP-05)."""
+    if token_id >= description.vocab_size:
+        raise invalid(
+            field,
+            f"id {token_id} is outside the vocabulary; ids go from 0 to {description.vocab_size - 1}",
+            limit=description.vocab_size - 1,
+            value=token_id,
+        )
