@@ -101,20 +101,7 @@ def _catches(result: Result, mutant: Mutant) -> bool:
     return "faults" not in mutant.settings or result.rule == mutant.breaks
 
 
-# What the suite cannot see yet.
-_GAPS = {
-    "task_priority_swapped": "no case looks at the order of tasks",
-}
-
-
-def _mutants() -> list[ParameterSet]:
-    return [
-        pytest.param(name, marks=[pytest.mark.xfail(reason=_GAPS[name])] if name in _GAPS else [])
-        for name in MUTANTS
-    ]
-
-
-@pytest.mark.parametrize("name", _mutants())
+@pytest.mark.parametrize("name", MUTANTS)
 async def test_the_suite_finds_what_a_mutant_breaks(name: str, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
     report = await _run(

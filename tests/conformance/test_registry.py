@@ -34,7 +34,8 @@ def test_unseen_requirements_say_why() -> None:
 def test_each_case_is_said_in_one_sentence_in_the_module_of_its_area() -> None:
     for case in CASES:
         assert case.area in AREAS
-        assert case.body.__module__ == f"openengine_conformance.cases.{case.area}"
+        module = case.body.__module__.removeprefix("openengine_conformance.cases.")
+        assert module == case.area or module.startswith(f"{case.area}_")
         assert re.fullmatch(r"[a-z_]+\.[a-z_]+", case.id)
         assert case.requires.endswith(".")
         assert len(case.requires) <= 120

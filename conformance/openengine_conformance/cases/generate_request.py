@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import asyncio
 
-from openengine.v1 import generate_pb2, lifecycle_pb2
+from openengine.v1 import generate_pb2
 from openengine_conformance import needs, probes
 from openengine_conformance.case import case
-from openengine_conformance.checks import Code, Skip, expect, expect_equal, skip
+from openengine_conformance.checks import Code, expect, expect_equal, skip
 from openengine_conformance.context import TEXT_PROMPT, Context
-from openengine_conformance.stream import Stream
+from openengine_conformance.saturation import end_all, expect_first_to_start, fill, on_one_rank
 
 OUTSIDE_VOCABULARY = 2**32 - 1
 LONGEST_FILLED_CONTEXT = 200_000
-MOST_RUNNING = 16
-PATIENCE_WITH_QUEUE = 0.5
-"""Seconds without a first token, after which a queue that is not empty says that the request waits in it."""
-
 SOONEST_TELLING_TOKEN = 0.015
 """Seconds: a first token that comes sooner can't be told from the headers."""
 
@@ -245,11 +241,11 @@ async def accepted_before_first_token(ctx: Context) -> None:
     timeout=60,
 )
 async def queued_is_accepted(ctx: Context) -> None:
-    fillers = await _fill(ctx)
-    queued = ctx.open(_on_one_rank(ctx, ctx.request(max_tokens=2)))
+    fillers = await fill(ctx)
+    queued = ctx.open(on_one_rank(ctx, ctx.request(max_tokens=2)))
     async with asyncio.timeout(5):
         await queued.accepted()
-    await _end_all(ctx, fillers)
+    await end_all(ctx, fillers)
     await queued.rest()
 
 
@@ -263,10 +259,10 @@ async def queued_is_accepted(ctx: Context) -> None:
 )
 async def priority_order(ctx: Context) -> None:
     """Fill every slot, let a low and a high one wait, then free one slot."""
-    fillers = await _fill(ctx, priority=100)
-    low = ctx.open(_on_one_rank(ctx, ctx.endless(priority=-5)))
+    fillers = await fill(ctx, priority=100)
+    low = ctx.open(on_one_rank(ctx, ctx.endless(priority=-5)))
     await low.accepted()
-    high = ctx.open(_on_one_rank(ctx, ctx.endless(priority=5)))
+    high = ctx.open(on_one_rank(ctx, ctx.endless(priority=5)))
     await high.accepted()
 
     async def both_wait() -> bool:
@@ -274,8 +270,8 @@ async def priority_order(ctx: Context) -> None:
 
     await ctx.until(both_wait, "queued_requests did not count the two waiting requests", "LOAD-01", within=5)
     await ctx.abort(fillers[0].id)
-    await _first_to_start(high, low)
-    await _end_all(ctx, [*fillers, low, high])
+    await expect_first_to_start(high, low)
+    await end_all(ctx, [*fillers, low, high])
 
 
 @case(
@@ -362,63 +358,3 @@ async def _served_or_rejected(ctx: Context, request: generate_pb2.GenerateReques
     stream = ctx.open(request)
     if (code := await stream.outcome()) is not Code.OK:
         expect_equal(code, Code.INVALID_ARGUMENT, f"the status ({stream.details})")
-
-
-async def _fill(ctx: Context, *, priority: int | None = None) -> list[Stream]:
-    """Start endless requests until one has to wait, and take that one back; skips when none does."""
-    if not (await ctx.load()).HasField("queued_requests"):
-        skip("queued_requests is not reported, so nobody can tell a request that waits")
-    if ctx.offer.info.max_running_requests > MOST_RUNNING * len(ctx.offer.ranks):
-        skip(f"{ctx.offer.info.max_running_requests} running requests are too many to fill the engine with")
-    running: list[Stream] = []
-    while len(running) < MOST_RUNNING:
-        request = _on_one_rank(ctx, ctx.endless())
-        if priority is not None:
-            request.priority = priority
-        stream = ctx.open(request)
-        if not await _starts(ctx, stream):
-            stream.cancel()
-            return running
-        running.append(stream)
-    raise Skip(f"{MOST_RUNNING} requests at once don't fill the engine")
-
-
-async def _starts(ctx: Context, stream: Stream) -> bool:
-    """Whether the request gets a token, or else waits in the queue."""
-    first_token = asyncio.ensure_future(stream.wait_tokens())
-    try:
-        while not (await asyncio.wait({first_token}, timeout=PATIENCE_WITH_QUEUE))[0]:
-            if (await ctx.load()).queued_requests > 0:
-                return False
-        await first_token
-        return True
-    finally:
-        first_token.cancel()
-        await asyncio.gather(first_token, return_exceptions=True)
-
-
-def _on_one_rank(ctx: Context, request: generate_pb2.GenerateRequest) -> generate_pb2.GenerateRequest:
-    if len(ctx.offer.ranks) > 1:
-        request.kv.data_parallel_rank = ctx.offer.ranks.start
-    return request
-
-
-async def _first_to_start(expected: Stream, other: Stream) -> None:
-    winner = asyncio.ensure_future(expected.wait_tokens())
-    loser = asyncio.ensure_future(other.wait_tokens())
-    try:
-        done, _ = await asyncio.wait({winner, loser}, return_when=asyncio.FIRST_COMPLETED)
-        expect(done, "no waiting request was started")
-        expect(winner in done, "the request of the smaller priority was started first")
-    finally:
-        for task in (winner, loser):
-            task.cancel()
-        await asyncio.gather(winner, loser, return_exceptions=True)
-
-
-async def _end_all(ctx: Context, streams: list[Stream]) -> None:
-    for stream in streams:
-        if stream.open:
-            stream.cancel()
-    aborts = (ctx.call(ctx.rpc.Abort, lifecycle_pb2.AbortRequest(request_id=s.id)) for s in streams)
-    await asyncio.gather(*aborts, return_exceptions=True)

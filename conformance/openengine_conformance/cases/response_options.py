@@ -20,157 +20,43 @@ ROUNDING = 0.25
 """How far two computations of one log-probability in low precision may lie apart."""
 
 
-def _top(count: int) -> generate_pb2.CandidateTokenSelection:
+def top(count: int) -> generate_pb2.CandidateTokenSelection:
+    """The N best candidates."""
     return Selection(top_n=count)
 
 
-def _ids(*ids: int) -> generate_pb2.CandidateTokenSelection:
+def explicit(*ids: int) -> generate_pb2.CandidateTokenSelection:
+    """Exactly these candidates."""
     return Selection(token_ids=inputs_pb2.TokenIds(ids=ids))
 
 
 EVERYTHING = Selection(all=generate_pb2.AllCandidates())
 
 
-def _output(selection: generate_pb2.CandidateTokenSelection | None = None) -> generate_pb2.ResponseOptions:
+def of_output(selection: generate_pb2.CandidateTokenSelection | None = None) -> generate_pb2.ResponseOptions:
+    """Output log-probabilities, with these candidates."""
     return Options(return_output_logprobs=True, output_candidates=selection)
 
 
-def _prompt(
+def of_prompt(
     selection: generate_pb2.CandidateTokenSelection | None = None, start: int | None = None
 ) -> generate_pb2.ResponseOptions:
+    """Prompt log-probabilities, with these candidates."""
     return Options(return_prompt_logprobs=True, prompt_candidates=selection, prompt_logprob_start=start)
 
 
-async def _with(ctx: Context, options: generate_pb2.ResponseOptions, max_tokens: int = 4) -> Stream:
+async def run_with(ctx: Context, options: generate_pb2.ResponseOptions, max_tokens: int = 4) -> Stream:
+    """Run the standard prompt with these options."""
     return await ctx.generate(ctx.steady(max_tokens=max_tokens, response=options))
 
 
-def _prompt_records(stream: Stream) -> list[generate_pb2.TokenInfo]:
+def records_of_prompt(stream: Stream) -> list[generate_pb2.TokenInfo]:
+    """The records of the PromptOutput, which must have come."""
     expect(stream.prompt is not None, "no PromptOutput came", "RESP-01")
     return list(stream.prompt.tokens) if stream.prompt else []
 
 
 # ------------------------------------------------------------------------------------------------- prompt
-
-
-@case(
-    "response_options.prompt_records",
-    "Prompt records come once, before any token, one for each prompt token; the first has no score.",
-    "RESP-01",
-    "RESP-03",
-    needs=[needs.GENERATES, needs.PROMPT_LOGPROBS],
-)
-async def prompt_records(ctx: Context) -> None:
-    stream = await _with(ctx, _prompt())
-    records = _prompt_records(stream)
-    usage = stream.usage or generate_pb2.Usage()
-    expect_equal(len(records), usage.prompt_tokens, "the number of prompt records")
-    if stream.request.HasField("token_ids"):
-        sent = list(stream.request.token_ids.ids)
-        expect_equal([record.token_id for record in records], sent, "the list of prompt token ids")
-    expect_equal(stream.responses[0].WhichOneof("event"), "prompt", "the first event")
-    expect(not records[0].HasField("logprob"), "the first prompt token has a logprob")
-
-
-@case(
-    "response_options.no_prompt_records",
-    "Prompt records don't come unasked.",
-    "RESP-01",
-    needs=[needs.GENERATES],
-)
-async def no_prompt_records(ctx: Context) -> None:
-    for options in (Options(), Options(return_prompt_logprobs=False)):
-        stream = await _with(ctx, options, max_tokens=1)
-        expect(stream.prompt is None, "a PromptOutput came that was not asked for")
-
-
-@case(
-    "response_options.prompt_records_of_cached",
-    "A prompt that is cached has the same prompt records as before.",
-    "RESP-01",
-    needs=[needs.GENERATES, needs.PROMPT_LOGPROBS],
-    exclusive=True,
-)
-async def prompt_records_of_cached(ctx: Context) -> None:
-    prompt = ctx.unique_prompt(max(ctx.offer.info.kv_block_size, 16) + 8)
-    first = await ctx.generate(ctx.request(prompt, max_tokens=1, response=_prompt()))
-    again = await ctx.generate(ctx.request(prompt, max_tokens=1, response=_prompt()))
-    before, after = _prompt_records(first), _prompt_records(again)
-    expect_equal(len(after), len(before), "the number of prompt records of a repeated prompt")
-    for one, other in zip(before[1:], after[1:], strict=True):
-        expect_close(
-            other.logprob, one.logprob, ROUNDING, f"the logprob of prompt token {one.token_id}", "RESP-09"
-        )
-
-
-@case(
-    "response_options.prompt_start",
-    "prompt_logprob_start leaves out the positions before it, and changes nothing else.",
-    "RESP-02",
-    needs=[needs.GENERATES, needs.PROMPT_LOGPROBS],
-    exclusive=True,
-)
-async def prompt_start(ctx: Context) -> None:
-    whole = _prompt_records(await _with(ctx, _prompt()))
-    for start in (0, 1, 3):
-        part = _prompt_records(await _with(ctx, _prompt(start=start)))
-        expected = [record.token_id for record in whole[start:]]
-        expect_equal([r.token_id for r in part], expected, f"the list of prompt ids from {start} on")
-        for one, other in zip(whole[start:], part, strict=True):
-            if one.HasField("logprob"):
-                what = f"the logprob of prompt token {one.token_id} from start {start}"
-                expect(other.HasField("logprob"), f"{what} is absent")
-                expect_close(other.logprob, one.logprob, ROUNDING, what)
-
-
-@case(
-    "response_options.prompt_start_beyond",
-    "A prompt_logprob_start beyond the prompt is INVALID_ARGUMENT.",
-    "RESP-02",
-    needs=[needs.GENERATES, needs.PROMPT_LOGPROBS],
-)
-async def prompt_start_beyond(ctx: Context) -> None:
-    for start in (1000, 2**31):
-        request = ctx.request(response=_prompt(start=start))
-        await ctx.refused(ctx.rpc.Generate, request, Code.INVALID_ARGUMENT, names="prompt_logprob_start")
-
-
-@case(
-    "response_options.prompt_top_n",
-    "Every prompt record but the first has exactly the N best candidates, best first.",
-    "RESP-04",
-    needs=[needs.GENERATES, needs.PROMPT_TOP_N],
-)
-async def prompt_top_n(ctx: Context) -> None:
-    for count in {1, ctx.offer.top_n(prompt=True, wanted=3)}:
-        for record in _prompt_records(await _with(ctx, _prompt(_top(count))))[1:]:
-            expect_equal(
-                len(record.candidates), count, f"the number of candidates of token {record.token_id}"
-            )
-
-
-@case(
-    "response_options.prompt_token_ids",
-    "Explicit prompt candidates come back exactly, in the order asked.",
-    "RESP-05",
-    needs=[needs.GENERATES, needs.PROMPT_TOKEN_IDS],
-)
-async def prompt_token_ids(ctx: Context) -> None:
-    asked = [70, 40, 55]
-    for record in _prompt_records(await _with(ctx, _prompt(_ids(*asked))))[1:]:
-        expect_equal([c.token_id for c in record.candidates], asked, "the list of candidates")
-
-
-@case(
-    "response_options.prompt_all",
-    "`all` gives the whole vocabulary at each prompt position: its probabilities sum to 1.",
-    "RESP-06",
-    needs=[needs.GENERATES, needs.PROMPT_ALL],
-)
-async def prompt_all(ctx: Context) -> None:
-    stream = await ctx.generate(ctx.request([40, 41, 42], max_tokens=1, response=_prompt(EVERYTHING)))
-    for record in _prompt_records(stream)[1:]:
-        _expect_whole_vocabulary(record)
 
 
 # ------------------------------------------------------------------------------------------------- output
@@ -184,7 +70,7 @@ async def prompt_all(ctx: Context) -> None:
     needs=[needs.GENERATES, needs.OUTPUT_LOGPROBS],
 )
 async def output_logprobs(ctx: Context) -> None:
-    stream = await _with(ctx, _output())
+    stream = await run_with(ctx, of_output())
     for record in stream.first.records:
         expect(record.HasField("logprob"), f"the record of token {record.token_id} has no logprob")
         expect(not record.candidates, "candidates came that were not asked for", "RESP-04")
@@ -200,7 +86,7 @@ async def output_logprobs(ctx: Context) -> None:
     exclusive=True,
 )
 async def logprobs_off(ctx: Context) -> None:
-    off, on = await _with(ctx, Options(return_output_logprobs=False)), await _with(ctx, _output())
+    off, on = await run_with(ctx, Options(return_output_logprobs=False)), await run_with(ctx, of_output())
     expect_equal(on.first.ids, off.first.ids, "the greedy output with log-probabilities")
     expect(
         not any(record.candidates for record in off.first.records), "candidates came that were not asked for"
@@ -216,7 +102,7 @@ async def logprobs_off(ctx: Context) -> None:
 )
 async def output_top_n(ctx: Context) -> None:
     for count in {1, ctx.offer.top_n(prompt=False, wanted=2), ctx.offer.top_n(prompt=False, wanted=5)}:
-        for record in (await _with(ctx, _output(_top(count)))).first.records:
+        for record in (await run_with(ctx, of_output(top(count)))).first.records:
             expect_equal(len(record.candidates), count, f"the number of candidates for top_n {count}")
             best = record.candidates[0]
             expect_close(
@@ -236,7 +122,7 @@ async def output_top_n(ctx: Context) -> None:
 )
 async def sampled_outside_top_n(ctx: Context) -> None:
     """At a high temperature some tokens are not the best one; their record has one candidate all the same."""
-    sampled = ctx.steady(max_tokens=12, temperature=1.8, response=_output(_top(1)))
+    sampled = ctx.steady(max_tokens=12, temperature=1.8, response=of_output(top(1)))
     stream = await ctx.generate(sampled)
     for record in stream.first.records:
         expect_equal(len(record.candidates), 1, f"the number of candidates of token {record.token_id}")
@@ -256,7 +142,7 @@ async def sampled_outside_top_n(ctx: Context) -> None:
     needs=[needs.GENERATES, needs.OUTPUT_TOP_N],
 )
 async def top_zero(ctx: Context) -> None:
-    for record in (await _with(ctx, _output(_top(0)))).first.records:
+    for record in (await run_with(ctx, of_output(top(0)))).first.records:
         expect_equal(len(record.candidates), 0, "the number of candidates for top_n 0")
         expect(record.HasField("logprob"), "the record has no logprob", "RESP-03")
 
@@ -277,9 +163,9 @@ async def max_top_n(ctx: Context) -> None:
     if not limits:
         skip("no max_top_n is reported")
     for side, limit in limits.items():
-        form = _prompt if side == "prompt" else _output
-        await _with(ctx, form(_top(limit.max_top_n)), max_tokens=1)
-        over = ctx.request(response=form(_top(limit.max_top_n + 1)))
+        form = of_prompt if side == "prompt" else of_output
+        await run_with(ctx, form(top(limit.max_top_n)), max_tokens=1)
+        over = ctx.request(response=form(top(limit.max_top_n + 1)))
         await ctx.refused(ctx.rpc.Generate, over, Code.INVALID_ARGUMENT, names=f"top_n|{side}_candidates")
 
 
@@ -293,7 +179,7 @@ async def max_top_n(ctx: Context) -> None:
 async def output_token_ids(ctx: Context) -> None:
     greedy = (await probes.baseline(ctx)).first.ids[0]
     asked = [token for token in (70, 40, 55) if token != greedy] + [greedy]
-    record = (await _with(ctx, _output(_ids(*asked)), max_tokens=1)).first.records[0]
+    record = (await run_with(ctx, of_output(explicit(*asked)), max_tokens=1)).first.records[0]
     expect_equal([c.token_id for c in record.candidates], asked, "the list of candidates")
     chosen = record.candidates[-1]
     expect_close(chosen.logprob, record.logprob, 1e-3, "the candidate logprob of the chosen token")
@@ -312,14 +198,14 @@ async def output_token_ids(ctx: Context) -> None:
 async def bad_token_ids(ctx: Context) -> None:
     forms = []
     if ctx.offer.selects(Mode.CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS, prompt=False):
-        forms.append((_output, "output_candidates"))
+        forms.append((of_output, "output_candidates"))
     if ctx.offer.selects(Mode.CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS, prompt=True):
-        forms.append((_prompt, "prompt_candidates"))
+        forms.append((of_prompt, "prompt_candidates"))
     if not forms:
         skip("TOKEN_IDS is not advertised for any candidates")
     for form, name in forms:
         for ids in ([40, 41, 40], [40, OUTSIDE_VOCABULARY]):
-            request = ctx.request(response=form(_ids(*ids)))
+            request = ctx.request(response=form(explicit(*ids)))
             await ctx.refused(ctx.rpc.Generate, request, Code.INVALID_ARGUMENT, names=f"{name}|token_ids")
     await ctx.still_serves("GEN-10")
 
@@ -331,9 +217,9 @@ async def bad_token_ids(ctx: Context) -> None:
     needs=[needs.GENERATES, needs.OUTPUT_ALL],
 )
 async def output_all(ctx: Context) -> None:
-    stream = await _with(ctx, _output(EVERYTHING), max_tokens=2)
+    stream = await run_with(ctx, of_output(EVERYTHING), max_tokens=2)
     for record in stream.first.records:
-        _expect_whole_vocabulary(record)
+        expect_whole_vocabulary(record)
     sizes = {len(record.candidates) for record in stream.first.records}
     expect_equal(len(sizes), 1, "the number of different vocabulary sizes")
 
@@ -346,16 +232,16 @@ async def output_all(ctx: Context) -> None:
 )
 async def independent(ctx: Context) -> None:
     sizes = min(2, ctx.offer.top_n(prompt=True, wanted=2)), min(1, ctx.offer.top_n(prompt=False, wanted=1))
-    options = _prompt(_top(sizes[0]))
-    options.MergeFrom(_output(_top(sizes[1])))
+    options = of_prompt(top(sizes[0]))
+    options.MergeFrom(of_output(top(sizes[1])))
     try:
-        stream = await _with(ctx, options)
+        stream = await run_with(ctx, options)
     except Refused as refused:
         named = refused.code is Code.INVALID_ARGUMENT and "candidates" in refused.details
         expect(named, f"different selections are refused, but not by name: {refused}")
         return
     expect_equal(
-        {len(r.candidates) for r in _prompt_records(stream)[1:]}, {sizes[0]}, "the numbers for the prompt"
+        {len(r.candidates) for r in records_of_prompt(stream)[1:]}, {sizes[0]}, "the numbers for the prompt"
     )
     expect_equal({len(r.candidates) for r in stream.first.records}, {sizes[1]}, "the numbers for the output")
 
@@ -368,10 +254,10 @@ async def independent(ctx: Context) -> None:
 )
 async def candidates_need_flag(ctx: Context) -> None:
     for options, name in (
-        (Options(output_candidates=_top(1)), "output"),
-        (Options(prompt_candidates=_top(1)), "prompt"),
-        (Options(return_output_logprobs=False, output_candidates=_top(1)), "output"),
-        (Options(return_output_logprobs=True, prompt_candidates=_top(1)), "prompt|output"),
+        (Options(output_candidates=top(1)), "output"),
+        (Options(prompt_candidates=top(1)), "prompt"),
+        (Options(return_output_logprobs=False, output_candidates=top(1)), "output"),
+        (Options(return_output_logprobs=True, prompt_candidates=top(1)), "prompt|output"),
     ):
         request = ctx.request(response=options)
         await ctx.refused(ctx.rpc.Generate, request, Code.INVALID_ARGUMENT, names=name)
@@ -387,11 +273,11 @@ async def candidates_need_flag(ctx: Context) -> None:
 async def modes_unadvertised(ctx: Context) -> None:
     tried = 0
     for mode, selection in (
-        (Mode.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N, _top(1)),
-        (Mode.CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS, _ids(40)),
+        (Mode.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N, top(1)),
+        (Mode.CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS, explicit(40)),
         (Mode.CANDIDATE_TOKEN_SELECTION_MODE_ALL, EVERYTHING),
     ):
-        for prompt, form in ((True, _prompt), (False, _output)):
+        for prompt, form in ((True, of_prompt), (False, of_output)):
             if not ctx.offer.selects(mode, prompt=prompt):
                 request = ctx.request(response=form(selection))
                 names = "prompt_candidates|prompt_logprobs" if prompt else "output_candidates|output_logprobs"
@@ -410,15 +296,16 @@ async def modes_unadvertised(ctx: Context) -> None:
 )
 async def teacher_forced(ctx: Context) -> None:
     prompt = list(range(40, 52))
-    output = (await ctx.generate(ctx.steady(prompt, max_tokens=6, response=_output()))).first
-    again = await ctx.generate(ctx.request([*prompt, *output.ids], max_tokens=1, response=_prompt()))
-    forced = _prompt_records(again)[len(prompt) :]
+    output = (await ctx.generate(ctx.steady(prompt, max_tokens=6, response=of_output()))).first
+    again = await ctx.generate(ctx.request([*prompt, *output.ids], max_tokens=1, response=of_prompt()))
+    forced = records_of_prompt(again)[len(prompt) :]
     for generated, scored in zip(output.records, forced, strict=True):
         what = f"the logprob of token {generated.token_id}, generated and as part of a prompt,"
         expect_close(scored.logprob, generated.logprob, ROUNDING, what)
 
 
-def _expect_whole_vocabulary(record: generate_pb2.TokenInfo) -> None:
+def expect_whole_vocabulary(record: generate_pb2.TokenInfo) -> None:
+    """Require that the candidates are dense ids whose probabilities sum to 1."""
     ids = sorted(candidate.token_id for candidate in record.candidates)
     expect_equal(ids[-1:], [len(ids) - 1], f"the highest id of {len(ids)} candidates")
     total = math.fsum(math.exp(candidate.logprob) for candidate in record.candidates)

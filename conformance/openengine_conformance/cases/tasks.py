@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
-from openengine.v1 import inputs_pb2, lifecycle_pb2, tasks_pb2
+from openengine.v1 import inputs_pb2, tasks_pb2
 from openengine_conformance import needs, tasking
 from openengine_conformance.case import case
-from openengine_conformance.checks import Code, Refused, expect, expect_equal, skip
+from openengine_conformance.checks import Code, expect, expect_equal, skip
 from openengine_conformance.context import Context
 from openengine_conformance.tasking import TASKS, Task
 
@@ -24,7 +21,8 @@ LIMITS = (
 )
 
 
-async def _reject(ctx: Context, task: Task, request: object, *codes: Code, names: str = "") -> None:
+async def reject(ctx: Context, task: Task, request: object, *codes: Code, names: str = "") -> None:
+    """Require that a task call is refused, by default with INVALID_ARGUMENT."""
     if isinstance(request, tasks_pb2.ScoreRequest):
         await tasking.choose_scoring(ctx, request)
     await ctx.refused(task.rpc(ctx), request, *(codes or (Code.INVALID_ARGUMENT,)), names=names)
@@ -76,7 +74,7 @@ async def no_context(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         request = task.build(ctx, tasking.items(ctx, 1))
         request.ClearField("context")
-        await _reject(ctx, task, request, names="context|request_id")
+        await reject(ctx, task, request, names="context|request_id")
 
 
 @case("tasks.no_id", "A task without a request_id is INVALID_ARGUMENT.", "TASK-01", needs=[needs.ANY_TASK])
@@ -84,7 +82,7 @@ async def no_id(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         request = task.build(ctx, tasking.items(ctx, 1))
         request.context.request_id = ""
-        await _reject(ctx, task, request, names="request_id")
+        await reject(ctx, task, request, names="request_id")
 
 
 @case("tasks.no_model", "A task without a model is INVALID_ARGUMENT.", "TASK-01", needs=[needs.ANY_TASK])
@@ -92,7 +90,7 @@ async def no_model(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         request = task.build(ctx, tasking.items(ctx, 1))
         request.context.model = ""
-        await _reject(ctx, task, request, names="model")
+        await reject(ctx, task, request, names="model")
 
 
 @case("tasks.unknown_model", "A task for an unknown model is NOT_FOUND.", "TASK-01", needs=[needs.ANY_TASK])
@@ -100,13 +98,13 @@ async def unknown_model(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         request = task.build(ctx, tasking.items(ctx, 1))
         request.context.model = "no-such-model"
-        await _reject(ctx, task, request, Code.NOT_FOUND)
+        await reject(ctx, task, request, Code.NOT_FOUND)
 
 
 @case("tasks.empty_batch", "An empty batch is INVALID_ARGUMENT.", "TASK-05", needs=[needs.ANY_TASK])
 async def empty_batch(ctx: Context) -> None:
     for task in tasking.supported(ctx):
-        await _reject(ctx, task, task.build(ctx, []), names="inputs|candidates")
+        await reject(ctx, task, task.build(ctx, []), names="inputs|candidates")
 
 
 @case(
@@ -114,7 +112,7 @@ async def empty_batch(ctx: Context) -> None:
 )
 async def no_item_id(ctx: Context) -> None:
     for task in tasking.supported(ctx):
-        await _reject(
+        await reject(
             ctx, task, task.build(ctx, [tasking.item(ctx, "a"), tasking.item(ctx, "")]), names="item_id"
         )
 
@@ -123,7 +121,7 @@ async def no_item_id(ctx: Context) -> None:
 async def repeated_item_id(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         batch = [tasking.item(ctx, "a", 0), tasking.item(ctx, "b", 1), tasking.item(ctx, "a", 2)]
-        await _reject(ctx, task, task.build(ctx, batch), names="item_id")
+        await reject(ctx, task, task.build(ctx, batch), names="item_id")
 
 
 @case(
@@ -136,7 +134,7 @@ async def repeated_item_id(ctx: Context) -> None:
 async def no_input(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         batch = [*tasking.items(ctx, 2), tasks_pb2.TaskInput(item_id="empty")]
-        await _reject(ctx, task, task.build(ctx, batch), names="input|candidates")
+        await reject(ctx, task, task.build(ctx, batch), names="input|candidates")
 
 
 @case(
@@ -153,7 +151,7 @@ async def bad_token_ids(ctx: Context) -> None:
             continue
         for ids in ([], [40, 2**32 - 1]):
             batch = [*tasking.items(ctx, 2), tasking.ids_item("bad", ids)]
-            await _reject(ctx, task, task.build(ctx, batch))
+            await reject(ctx, task, task.build(ctx, batch))
         await tasking.run(ctx, task, task.build(ctx, tasking.items(ctx, 1)))
 
 
@@ -171,7 +169,7 @@ async def too_long(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         if tasking.TOKEN_IDS in task.capability(ctx.offer).input_types:
             bad = tasking.ids_item("long", [40] * (longest + 1))
-            await _reject(ctx, task, task.build(ctx, [tasking.item(ctx, "a"), bad]))
+            await reject(ctx, task, task.build(ctx, [tasking.item(ctx, "a"), bad]))
 
 
 @case(
@@ -183,10 +181,10 @@ async def too_long(ctx: Context) -> None:
 async def media(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         empty = tasks_pb2.TaskInput(item_id="m", multimodal=tasks_pb2.MultimodalTaskInput(text="a picture"))
-        await _reject(ctx, task, task.build(ctx, [empty]))
+        await reject(ctx, task, task.build(ctx, [empty]))
         bad = inputs_pb2.MediaItem(modality=inputs_pb2.MODALITY_IMAGE, raw_bytes=b"no image")
         undecodable = tasks_pb2.MultimodalTaskInput(text="a picture", media=[bad])
-        await _reject(ctx, task, task.build(ctx, [tasks_pb2.TaskInput(item_id="m", multimodal=undecodable)]))
+        await reject(ctx, task, task.build(ctx, [tasks_pb2.TaskInput(item_id="m", multimodal=undecodable)]))
 
 
 @case(
@@ -201,174 +199,12 @@ async def input_types_unadvertised(ctx: Context) -> None:
     for task in tasking.supported(ctx):
         types = task.capability(ctx.offer).input_types
         if tasking.TEXT not in types:
-            await _reject(ctx, task, task.build(ctx, [tasks_pb2.TaskInput(item_id="a", text="some words")]))
+            await reject(ctx, task, task.build(ctx, [tasks_pb2.TaskInput(item_id="a", text="some words")]))
         if tasking.TOKEN_IDS not in types:
-            await _reject(ctx, task, task.build(ctx, [tasking.ids_item("a", [40, 41])]))
+            await reject(ctx, task, task.build(ctx, [tasking.ids_item("a", [40, 41])]))
         tried = tried or tasking.TEXT not in types or tasking.TOKEN_IDS not in types
     if not tried:
         skip("text and token ids are both advertised")
-
-
-@case(
-    "tasks.priority",
-    "priority is served where a task advertises it, and rejected by name elsewhere.",
-    "TASK-10",
-    needs=[needs.ANY_TASK],
-)
-async def priority(ctx: Context) -> None:
-    for task in tasking.supported(ctx):
-        request = task.build(ctx, tasking.items(ctx, 1))
-        request.context.priority = 3
-        if task.capability(ctx.offer).supports_priority:
-            await tasking.run(ctx, task, request)
-        else:
-            await _reject(ctx, task, request, names="priority")
-
-
-@case(
-    "tasks.lora_name",
-    "lora_name is rejected by name where a task does not advertise it; where it does, an unknown one is NOT_FOUND.",
-    "TASK-10",
-    "LORA-07",
-    needs=[needs.ANY_TASK],
-)
-async def lora_name(ctx: Context) -> None:
-    for task in tasking.supported(ctx):
-        request = task.build(ctx, tasking.items(ctx, 1))
-        request.context.lora_name = "no-such-adapter"
-        if task.capability(ctx.offer).supports_lora:
-            await _reject(ctx, task, request, Code.NOT_FOUND)
-        else:
-            await _reject(ctx, task, request, names="lora")
-
-
-@case(
-    "tasks.shared_ids",
-    "An id that a generation holds is ALREADY_EXISTS for a task.",
-    "TASK-07",
-    needs=[needs.GENERATES, needs.ANY_TASK],
-)
-async def shared_ids(ctx: Context) -> None:
-    running = await ctx.started(ctx.endless())
-    for task in tasking.supported(ctx):
-        request = task.build(ctx, tasking.items(ctx, 1))
-        request.context.request_id = running.id
-        await _reject(ctx, task, request, Code.ALREADY_EXISTS)
-    await running.wait_tokens(len(running.first.records) + 2)
-
-
-@case(
-    "tasks.finished_id",
-    "A finished task is ALREADY_FINISHED to Abort, and its id is free again.",
-    "TASK-08",
-    "ABORT-01",
-    needs=[needs.ANY_TASK],
-)
-async def finished_id(ctx: Context) -> None:
-    for task in tasking.supported(ctx):
-        request = task.build(ctx, tasking.items(ctx, 1))
-        await tasking.run(ctx, task, request)
-        status = await ctx.abort(request.context.request_id)
-        expect_equal(
-            status, lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED, f"the status for a finished {task.name}"
-        )
-        await tasking.run(ctx, task, request)
-
-
-@case(
-    "tasks.abort",
-    "Abort stops a running task, whose call then ends CANCELLED.",
-    "TASK-08",
-    "ABORT-03",
-    needs=[needs.ANY_TASK],
-    exclusive=True,
-)
-async def abort(ctx: Context) -> None:
-    caught = False
-    for task in tasking.supported(ctx):
-        request = _large_batch(ctx, task)
-        call = asyncio.ensure_future(ctx.call(task.rpc(ctx), request))
-        try:
-            await _abort_once_running(ctx, request.context.request_id, call)
-            outcome = (await asyncio.gather(call, return_exceptions=True))[0]
-        finally:
-            call.cancel()
-        if isinstance(outcome, Refused):
-            caught = True
-            expect_equal(outcome.code, Code.CANCELLED, f"the status of an aborted {task.name}")
-            await ctx.until(ctx.idle, f"an aborted {task.name} still runs", "TASK-09", within=2)
-    if not caught:
-        skip("the tasks end too soon to be aborted")
-
-
-async def _abort_once_running(ctx: Context, request_id: str, call: asyncio.Future[Any]) -> None:
-    """Abort until the server knows the request; each try is a round trip that gives the call time to arrive."""
-    while not call.done():
-        try:
-            await ctx.abort(request_id)
-        except Refused as refused:
-            expect_equal(refused.code, Code.NOT_FOUND, "the status of aborting a task that has not begun")
-        else:
-            return
-
-
-@case(
-    "tasks.abort_all",
-    "all_requests ends running tasks as well as generations.",
-    "ABORT-03",
-    "TASK-08",
-    needs=[needs.ANY_TASK],
-    exclusive=True,
-)
-async def abort_all(ctx: Context) -> None:
-    request = lifecycle_pb2.AbortRequest(all_requests=lifecycle_pb2.AllRequests())
-    task = tasking.supported(ctx)[0]
-    outlived = 0
-    for _ in range(3):
-        batch = _large_batch(ctx, task)
-        call = asyncio.ensure_future(ctx.call(task.rpc(ctx), batch))
-        try:
-            if not await _seen_running(ctx, call):
-                continue
-            await ctx.call(ctx.rpc.Abort, request)
-            outcome = (await asyncio.gather(call, return_exceptions=True))[0]
-        finally:
-            call.cancel()
-        if isinstance(outcome, Refused):
-            expect_equal(outcome.code, Code.CANCELLED, f"the status of a {task.name} after all_requests")
-            await ctx.until(ctx.idle, f"an aborted {task.name} still runs", within=2)
-            return
-        outlived += 1
-    if not outlived:
-        skip("the tasks end too soon to be aborted")
-    # One may end by itself just before the abort; all of them do not.
-    expect(outlived < 3, f"{outlived} running {task.name} calls outlived all_requests")
-
-
-async def _seen_running(ctx: Context, call: asyncio.Future[Any]) -> bool:
-    """Whether the server's load showed the call before it was over."""
-    while not call.done():
-        if not await ctx.idle():
-            return True
-    return False
-
-
-@case(
-    "tasks.cancel",
-    "A task whose client goes away, or whose deadline expires, stops in the engine.",
-    "TASK-09",
-    needs=[needs.ANY_TASK],
-    exclusive=True,
-)
-async def cancel(ctx: Context) -> None:
-    for task in tasking.supported(ctx):
-        for deadline in (0.005, 0.05):
-            try:
-                await ctx.call(task.rpc(ctx), _large_batch(ctx, task), timeout=deadline)
-            except Refused as refused:
-                expect_equal(refused.code, Code.DEADLINE_EXCEEDED, "the status")
-            await ctx.until(ctx.idle, f"{task.name} still runs after its deadline", within=2)
-        await tasking.run(ctx, task, task.build(ctx, tasking.items(ctx, 1)))
 
 
 @case(
@@ -463,29 +299,6 @@ async def batch_limit(ctx: Context) -> None:
         if 0 < limit <= LARGEST_BATCH:
             tried = True
             codes = (Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED)
-            await _reject(ctx, task, task.build(ctx, tasking.items(ctx, limit + 1, words=1)), *codes)
+            await reject(ctx, task, task.build(ctx, tasking.items(ctx, limit + 1, words=1)), *codes)
     if not tried:
         skip("no limit is reported, or it is too large to try")
-
-
-@case(
-    "tasks.concurrent",
-    "Calls that run at the same time don't mix.",
-    "TASK-14",
-    needs=[needs.ANY_TASK],
-)
-async def concurrent(ctx: Context) -> None:
-    for task in tasking.supported(ctx):
-        requests = [task.build(ctx, tasking.items(ctx, 1 + number)) for number in range(4)]
-        answers = await asyncio.gather(*(tasking.run(ctx, task, request) for request in requests))
-        sizes = [len(tasking.tensors(answer)) for answer in answers]
-        expect_equal(sizes, [1, 2, 3, 4], f"{task.name}'s numbers of outputs")
-
-
-def _large_batch(ctx: Context, task: Task) -> Any:
-    capability = task.capability(ctx.offer)
-    limit = capability.max_candidates_per_group if task is tasking.SCORE else capability.max_batch_size
-    request = task.build(ctx, tasking.items(ctx, min(limit or 64, 64), words=60))
-    if task is tasking.SCORE and capability.supports_label_token_scoring:
-        request.options.label_token_ids.extend([40, 41])
-    return request
