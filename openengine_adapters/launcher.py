@@ -145,6 +145,9 @@ class _Launch:
         log.info("drained")
 
     async def _print_capabilities(self) -> int:
+        # Engines and what they load print to standard output too; only the answer belongs there.
+        answer = os.dup(1)
+        os.dup2(2, 1)
         try:
             description = await self._engine.start()
             info = capabilities.engine_info(
@@ -156,7 +159,8 @@ class _Launch:
                     capabilities.model_info(description), preserving_proto_field_name=True
                 ),
             }
-            print(json.dumps(found, indent=2))
+            with os.fdopen(answer, "w") as out:
+                print(json.dumps(found, indent=2), file=out)
         finally:
             await self._engine.stop()
         return EXIT_OK

@@ -301,7 +301,10 @@ async def test_a_caller_who_leaves_midway_does_not_part_the_table_from_the_engin
     """LORA-10: what the engine was asked to do is waited for, load and unload alike."""
     load = functools.partial(adapters.load, adapters.adapter(1))
     unload = functools.partial(adapters.unload, "n1")
-    changes = ((1, load, ["n1"], Code.OK), (2, unload, [], Code.NOT_FOUND))
+    changes: tuple[tuple[int, Any, list[str], Any], ...] = (
+        (1, load, ["n1"], Code.OK),
+        (2, unload, [], Code.NOT_FOUND),
+    )
     for number, change, agreed, repeated in changes:
         adapters.engine.go.clear()
         call = asyncio.ensure_future(change(timeout=0.3 if leave == "deadline" else None))

@@ -102,7 +102,7 @@ def test_a_port_in_use_is_said_before_the_engine_starts() -> None:
 def test_print_capabilities_is_discovery_as_json() -> None:
     """MODEL-07: what an operator sees is what clients see."""
     done = command(*cpu_env.vllm_flags(cpu_env.TINY_LLAMA), "--print-capabilities")
-    found = json.loads(done.stdout[done.stdout.index("{") :])
+    found = json.loads(done.stdout)
     assert done.returncode == 0
     assert found["engine"]["engine_name"] == "vllm"
     assert found["model"]["generation"]["output_logprobs"]["max_top_n"] == 20
