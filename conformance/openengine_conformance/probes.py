@@ -10,6 +10,8 @@ from openengine_conformance.stream import Stream
 
 BASELINE_TOKENS = 12
 UNSHOWABLE = "\ufffd"
+CHANCE = 3
+"""Tokens that a random prompt may share with an earlier one: felt where a cache block is one token long."""
 
 
 async def baseline(ctx: Context) -> Stream:
@@ -78,7 +80,10 @@ async def require_cache_reports(ctx: Context) -> int:
         prompt = ctx.unique_prompt(size)
         first = await ctx.generate(ctx.request(prompt, max_tokens=1))
         again = await ctx.generate(ctx.request(prompt, max_tokens=1))
-        return size if cached(first) == 0 and (cached(again) or 0) > 0 else None
+        before, after = cached(first), cached(again)
+        if before is None or after is None:
+            return None
+        return size if before <= CHANCE < after else None
 
     found = await ctx.session.learn("prefix cache", find_out)
     if found is None:

@@ -195,7 +195,7 @@ class StreamRules:
             self._note("STREAM-07", f"more cached than prompt tokens: {_flat(usage)}")
         if usage.reasoning_tokens > usage.completion_tokens:
             self._note("STREAM-07", f"more reasoning than completion tokens: {_flat(usage)}")
-        if request.HasField("token_ids") and not request.media and self._terminal != "error":
+        if request.HasField("token_ids") and not request.media and self._worked():
             sent = len(request.token_ids.ids)
             if usage.prompt_tokens != sent:
                 self._note("STREAM-07", f"prompt_tokens is {usage.prompt_tokens}, but {sent} ids were sent")
@@ -214,6 +214,10 @@ class StreamRules:
                 "STREAM-07",
                 f"completion_tokens is {usage.completion_tokens}, but only {records} records came",
             )
+
+    def _worked(self) -> bool:
+        # A request that was aborted in the queue, or failed, may end before its prompt was counted.
+        return bool(self._records) or self._terminal == "PrefillReady"
 
     def _all_shown(self) -> bool:
         # A hidden stop is counted though its record is not sent, and an abort may lose the last records.

@@ -33,7 +33,7 @@ async def bypass_reads_nothing(ctx: Context) -> None:
     await _cached(ctx, prompt)
     expect_equal(await _cached(ctx, prompt, Options(bypass_prefix_cache=True)), 0, "cached_prompt_tokens")
     plain = await _cached(ctx, prompt, Options(bypass_prefix_cache=False))
-    expect(plain > 0, "bypass_prefix_cache=false reads no cached prefix either")
+    expect(plain > probes.CHANCE, "bypass_prefix_cache=false reads no cached prefix either")
 
 
 @case(
@@ -46,7 +46,7 @@ async def bypass_reads_nothing(ctx: Context) -> None:
 async def bypass_fills_cache(ctx: Context) -> None:
     prompt = ctx.unique_prompt(await probes.require_cache_reports(ctx))
     await _cached(ctx, prompt, Options(bypass_prefix_cache=True))
-    expect(await _cached(ctx, prompt) > 0, "the blocks of a bypassing request were not cached")
+    expect(await _cached(ctx, prompt) > probes.CHANCE, "the blocks of a bypassing request were not cached")
 
 
 @case(
@@ -71,14 +71,13 @@ async def bypass_same_output(ctx: Context) -> None:
 )
 async def salts_separate(ctx: Context) -> None:
     prompt = ctx.unique_prompt(await probes.require_cache_reports(ctx))
-    await _cached(ctx, prompt, Options(cache_salt="red"))
-    expect_equal(
-        await _cached(ctx, prompt, Options(cache_salt="blue")), 0, "cached_prompt_tokens of another salt"
-    )
-    expect_equal(await _cached(ctx, prompt), 0, "cached_prompt_tokens without the salt")
-    expect_equal(
-        await _cached(ctx, prompt, Options(cache_salt="re")), 0, "cached_prompt_tokens of a shorter salt"
-    )
+    salt = ctx.new_id()
+    await _cached(ctx, prompt, Options(cache_salt=salt))
+    for other in (f"{salt}x", salt[:-1], salt.upper()):
+        count = await _cached(ctx, prompt, Options(cache_salt=other))
+        expect(count <= probes.CHANCE, f"{count} tokens are cached for another salt")
+    count = await _cached(ctx, prompt)
+    expect(count <= probes.CHANCE, f"{count} tokens are cached without the salt")
 
 
 @case(
@@ -90,9 +89,10 @@ async def salts_separate(ctx: Context) -> None:
 )
 async def same_salt_shares(ctx: Context) -> None:
     prompt = ctx.unique_prompt(await probes.require_cache_reports(ctx))
-    await _cached(ctx, prompt, Options(cache_salt="green"))
-    shared = await _cached(ctx, prompt, Options(cache_salt="green"))
-    expect(shared > 0, "the second request with the same salt found nothing cached")
+    salt = ctx.new_id()
+    await _cached(ctx, prompt, Options(cache_salt=salt))
+    shared = await _cached(ctx, prompt, Options(cache_salt=salt))
+    expect(shared > probes.CHANCE, "the second request with the same salt found nothing cached")
 
 
 @case(
