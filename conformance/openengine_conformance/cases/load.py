@@ -13,7 +13,7 @@ from openengine_conformance.checks import expect, expect_equal, expect_unique, s
 from openengine_conformance.context import Context
 
 AT_ONCE = 0.5
-CLOCK_TOLERANCE = 5.0
+ROUNDS = 20
 
 
 @case(
@@ -163,8 +163,14 @@ async def fresh(ctx: Context) -> None:
 async def never_waits(ctx: Context) -> None:
     streams = [ctx.open(ctx.endless(ctx.unique_prompt(128))) for _ in range(4)]
     await asyncio.gather(*(stream.accepted() for stream in streams))
-    for _ in range(20):
+    slow = []
+    for _ in range(ROUNDS):
         start = time.monotonic()
         await asyncio.gather(*(ctx.load(per_rank=True) for _ in range(5)))
         seconds = time.monotonic() - start
-        expect(seconds < AT_ONCE, f"five calls at once took {seconds:.2f} s")
+        slow += [seconds] if seconds > AT_ONCE else []
+    # A machine that is short of processor time is slow now and then; one that waits for the engine often is.
+    expect(
+        len(slow) < ROUNDS / 4,
+        f"{len(slow)} of {ROUNDS} times five calls at once took up to {max(slow, default=0):.2f} s",
+    )
