@@ -45,9 +45,12 @@ test: ## everything: lint, all tests, conformance
 test-fast: venv-dev ## the tests that need no engine, under a minute
 	$(DEV)/python -m pytest tests --ignore=tests/vllm --ignore=tests/sglang $(ARGS)
 
+# What needs more models than the set-up makes so far; they join with it.
+VLLM_LATER := --ignore=tests/vllm/tasks --ignore=tests/vllm/test_lora.py
+
 .PHONY: test-vllm
 test-vllm: models-vllm ## the tests against the real vLLM
-	.venv/vllm/bin/python -m pytest tests/vllm $(ARGS)
+	.venv/vllm/bin/python -m pytest tests/vllm $(VLLM_LATER) $(ARGS)
 
 .PHONY: test-sglang
 test-sglang: models-sglang ## the tests against the real SGLang

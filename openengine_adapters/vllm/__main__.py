@@ -7,6 +7,7 @@ Everything else goes to vLLM's own parser.
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -30,9 +31,21 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--model", help="model name or directory, as vLLM takes it (required)")
+    parser.add_argument(
+        "--score-template", type=_file, metavar="FILE",
+        help="chat template with the roles query and document that Score renders for a reranker; instructions are "
+        "taken when it uses the variable instruction (default: what the model itself brings)",
+    )  # fmt: skip
     parser.add_argument("--help-engine", action="store_true", help="list vLLM's own flags and exit")
     add_server_options(parser)
     return parser
+
+
+def _file(name: str) -> str:
+    try:
+        return pathlib.Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be read ({error})") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from openengine_adapters.vllm.engine import VllmEngine
 
     kv_events = KvEventsWanted(options.kv_events, reachable=options.kv_source != "grpc")
-    return launch(lambda: VllmEngine.from_flags(parsed, kv_events), options)
+    return launch(lambda: VllmEngine.from_flags(parsed, kv_events, ours.score_template or ""), options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.tokenizers import TokenizerLike
 
-from openengine.v1 import discovery_pb2, model_pb2
+from openengine.v1 import discovery_pb2, inputs_pb2, model_pb2
 from openengine_adapters.core.validation import INT32_MAX
 from openengine_adapters.engine import (
     EngineDescription,
@@ -18,12 +18,10 @@ from openengine_adapters.engine import (
     Parallelism,
     StartupError,
 )
+from openengine_adapters.vllm.task_config import MAX_LOGPROB_TOKEN_IDS, TaskConfig
 
 SUPPORTED = "0.32.x"
 _SUPPORTED_PREFIX = (0, 32)
-
-MAX_LOGPROB_TOKEN_IDS = 128
-"""`MAX_LOGPROB_TOKEN_IDS` of vLLM's sampling_params."""
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower positive temperature to 0.01 with no more than a log line, and refuses a higher one."""
@@ -64,10 +62,13 @@ def describe(
     tasks: tuple[str, ...],
     version: str,
     served: str | list[str] | None,
+    task_config: TaskConfig,
+    modalities: frozenset[inputs_pb2.Modality.ValueType],
 ) -> EngineDescription:
     """Describe the running engine from its live configuration.
 
-    `served` are the names that vLLM was started with; its configuration keeps only the first.
+    `served` are the names that vLLM was started with; its configuration keeps only the first. `tasks` are vLLM's
+    own names for what the model does, `modalities` what it takes beside text.
     """
     model, parallel = config.model_config, config.parallel_config
     names = served_names(served)
@@ -94,7 +95,11 @@ def describe(
         max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         tokenizer_modes=(str(model.tokenizer_mode),),
         reasoning_parser=config.structured_outputs_config.reasoning_parser or "",
-        generation=_generation(config, tokenizer) if "generate" in tasks else None,
+        generation=_generation(config, tokenizer, modalities) if "generate" in tasks else None,
+        embed=task_config.embed,
+        classify=task_config.classify,
+        score=task_config.score,
+        lora=config.lora_config is not None,
     )
 
 
@@ -123,7 +128,11 @@ def eos_token_ids(config: VllmConfig, tokenizer: TokenizerLike | None) -> frozen
     return frozenset(ids)
 
 
-def _generation(config: VllmConfig, tokenizer: TokenizerLike | None) -> GenerationSupport:
+def _generation(
+    config: VllmConfig,
+    tokenizer: TokenizerLike | None,
+    modalities: frozenset[inputs_pb2.Modality.ValueType],
+) -> GenerationSupport:
     model = config.model_config
     prefix_cache = bool(config.cache_config.enable_prefix_caching)
     backend = str(config.structured_outputs_config.backend)
@@ -142,6 +151,7 @@ def _generation(config: VllmConfig, tokenizer: TokenizerLike | None) -> Generati
         priority=config.scheduler_config.policy == "priority",
         cache_salt=prefix_cache,
         prefix_cache_bypass=prefix_cache,
+        modalities=modalities,
     )
 
 

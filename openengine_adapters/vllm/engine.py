@@ -10,32 +10,37 @@ from typing import Any
 
 import vllm
 from vllm import AsyncEngineArgs
-from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import STREAM_FINISHED, RequestOutput
-from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from openengine.v1 import generate_pb2
-from openengine_adapters.core.errors import EngineDied, invalid
+from openengine.v1 import generate_pb2, tasks_pb2
+from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
 from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
 from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
+    Classification,
     EngineDescription,
     GenerateCall,
+    GroupScores,
     KvEventPublisher,
     LoadSnapshot,
     Lora,
     RuntimeEvent,
     StartupError,
     Step,
+    TaskCall,
+    Tensor,
 )
 from openengine_adapters.publishers import KvEventsWanted
-from openengine_adapters.vllm import config, errors, kv, outputs, requests
+from openengine_adapters.vllm import config, errors, kv, media, outputs, requests
 from openengine_adapters.vllm.load import LoadBoard
+from openengine_adapters.vllm.lora import LoraHost, check_config
 from openengine_adapters.vllm.steps import StepEvents
+from openengine_adapters.vllm.task_config import task_config
+from openengine_adapters.vllm.tasks import VllmTasks
 
 log = logging.getLogger(__name__)
 
@@ -45,20 +50,34 @@ SHUTDOWN_S = 5.0
 class VllmEngine:
     """One vLLM engine in this process; its core and workers are child processes."""
 
-    def __init__(self, args: AsyncEngineArgs, kv_events: KvEventsWanted | None = None) -> None:
+    def __init__(
+        self,
+        args: AsyncEngineArgs,
+        kv_events: KvEventsWanted | None = None,
+        score_template: str = "",
+        loras: Sequence[Lora] = (),
+    ) -> None:
         self._args = args
+        self._score_template = score_template
+        self._static_loras = tuple(loras)
+        self._loras: LoraHost | None = None
         self._kv_events = kv.KvEvents(kv_events or KvEventsWanted())
         self._board = LoadBoard()
         self._llm: AsyncLLM | None = None
         self._description: EngineDescription | None = None
         self._defaults: dict[str, Any] = {}
         self._texts: TokenTexts | None = None
+        self._internal_ids: dict[str, str] = {}  # vLLM's id of each running call
+        self._prompts: media.Prompts | None = None
+        self._tasks: VllmTasks | None = None
 
     @classmethod
-    def from_flags(cls, flags: Namespace, kv_events: KvEventsWanted | None = None) -> VllmEngine:
+    def from_flags(
+        cls, flags: Namespace, kv_events: KvEventsWanted | None = None, score_template: str = ""
+    ) -> VllmEngine:
         """Make an engine from vLLM's parsed flags. Raises `StartupError` when vLLM refuses them."""
         try:
-            return cls(AsyncEngineArgs.from_cli_args(flags), kv_events)
+            return cls(AsyncEngineArgs.from_cli_args(flags), kv_events, score_template)
         except Exception as error:
             raise StartupError(f"vLLM does not take these flags: {_one_line(error)}") from error
 
@@ -83,13 +102,41 @@ class VllmEngine:
             self._texts = TokenTexts(
                 lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False), anchor
             )
-        self._description = config.describe(
-            llm.vllm_config, tokenizer, tuple(tasks), vllm.__version__, self._args.served_model_name
+        modalities = media.modalities(llm)
+        served = task_config(
+            llm.vllm_config,
+            tasks,
+            modalities,
+            text=tokenizer is not None,
+            score_template=self._score_template,
         )
+        self._description = config.describe(
+            llm.vllm_config,
+            tokenizer,
+            tuple(tasks),
+            vllm.__version__,
+            self._args.served_model_name,
+            served,
+            modalities,
+        )
+        self._prompts = media.Prompts(llm)
+        self._tasks = VllmTasks(llm, self._description, served, self._prompts, self._score_template)
         if self.kv_event_publishers() and self._description.generation is not None:
             # The history of KV events begins with an empty cache, said aloud.
             await kv.clear_cache(llm, self._description.parallelism.ranks)
+        await self._load_static_loras(llm)
         return self._description
+
+    async def _load_static_loras(self, llm: AsyncLLM) -> None:
+        if llm.vllm_config.lora_config is not None:
+            self._loras = LoraHost(llm, llm.vllm_config.lora_config)
+        elif self._static_loras:
+            raise StartupError("--lora-modules needs --enable-lora")
+        for lora in self._static_loras:
+            try:
+                await self.load_lora(lora)
+            except (Rejected, EngineFailure) as error:
+                raise StartupError(f"adapter {lora.name!r} of --lora-modules: {error}") from error
 
     def _build(self) -> AsyncLLM:
         self._args.kv_events_config = self._kv_events.configure(
@@ -97,6 +144,7 @@ class VllmEngine:
         )
         built = self._args.create_engine_config()
         self._kv_events.check(built)
+        check_config(built)
         return AsyncLLM.from_vllm_config(
             built,
             stat_loggers=[self._board.logger],
@@ -136,12 +184,12 @@ class VllmEngine:
         request = call.request
         try:
             params = requests.sampling_params(call, self._defaults)
-            prompt = await self._prompt(llm, request)
+            prompt = await self._prompt(call)
             collector = await llm.add_request(
                 call.id,
                 prompt,
                 params,
-                lora_request=_lora_request(call.lora),
+                lora_request=self.lora_request(call.lora),
                 trace_headers=call.trace_headers or None,
                 priority=requests.priority(request),
                 data_parallel_rank=_data_parallel_rank(request),
@@ -149,28 +197,31 @@ class VllmEngine:
         except Exception as error:
             raise errors.before_acceptance(error, request) from error
         assert self._description is not None
-        return self._stream(llm, collector, outputs.OutputReader(request, self._description.eos_token_ids))
+        self._internal_ids[call.id] = collector.request_id
+        return self._stream(
+            llm, call.id, collector, outputs.OutputReader(request, self._description.eos_token_ids)
+        )
 
-    async def _prompt(self, llm: AsyncLLM, request: generate_pb2.GenerateRequest) -> Any:
+    async def _prompt(self, call: GenerateCall) -> Any:
         assert self._description is not None
-        salt = request.kv.cache_salt if request.kv.HasField("cache_salt") else None
-        if request.WhichOneof("input") == "prompt":
-            renderer = llm.renderer
-            parsed = parse_model_prompt(llm.model_config, {"prompt": request.prompt})
-            extras = None if salt is None else {"cache_salt": salt}
-            (prompt,) = await renderer.render_cmpl_async([parsed], prompt_extras=extras)
-            ids: Sequence[int] = prompt["prompt_token_ids"]
-            if not ids:
-                raise invalid("prompt", "has no tokens; the tokenizer makes nothing of it")
-            check_prompt_length("prompt", len(ids), self._description)
-        else:
-            ids = list(request.token_ids.ids)
-            prompt = tokens_input(ids, cache_salt=salt)
+        assert self._prompts is not None
+        request = call.request
+        field = request.WhichOneof("input") or "input"
+        prompt = await self._prompts.render(
+            request.prompt if field == "prompt" else request.token_ids.ids,
+            call.media,
+            field="media",
+            cache_salt=request.kv.cache_salt if request.kv.HasField("cache_salt") else None,
+        )
+        ids: Sequence[int] = prompt["prompt_token_ids"]
+        if not ids:
+            raise invalid(field, "has no tokens; the tokenizer makes nothing of it")
+        check_prompt_length(field, len(ids), self._description)
         check_prompt_logprob_start(request, len(ids))
         return prompt
 
     async def _stream(
-        self, llm: AsyncLLM, collector: RequestOutputCollector, reader: outputs.OutputReader
+        self, llm: AsyncLLM, call_id: str, collector: RequestOutputCollector, reader: outputs.OutputReader
     ) -> AsyncGenerator[Step, None]:
         finished = False
         try:
@@ -189,12 +240,64 @@ class VllmEngine:
         finally:
             if not finished:
                 await llm.abort(collector.request_id, internal=True)
+            self._internal_ids.pop(call_id, None)
             collector.close()
 
     async def abort(self, call_id: str) -> None:
-        """vLLM ends the stream with an `abort` finish within a millisecond."""
-        if self._llm is not None and not self._llm.errored:
-            await self._llm.abort(call_id)
+        """vLLM ends the stream with an `abort` finish within a millisecond.
+
+        By vLLM's own id where it has one: by the caller's it would keep the parent of several sequences for ever.
+        """
+        if self._llm is None or self._llm.errored:
+            return
+        internal = self._internal_ids.pop(call_id, None)
+        await self._llm.abort(internal or call_id, internal=internal is not None)
+
+    # ----------------------------------------------------------------------------------------------- tasks
+
+    async def embed(
+        self, call: TaskCall, item: tasks_pb2.TaskInput, options: tasks_pb2.EmbedOptions
+    ) -> Tensor:
+        """Embed one item."""
+        return await self._serving_tasks.embed(call, item, options)
+
+    async def classify(
+        self, call: TaskCall, item: tasks_pb2.TaskInput, options: tasks_pb2.ClassifyOptions
+    ) -> Classification:
+        """Classify one item."""
+        return await self._serving_tasks.classify(call, item, options)
+
+    async def score(
+        self, call: TaskCall, group: tasks_pb2.ScoreGroup, options: tasks_pb2.ScoreOptions
+    ) -> GroupScores:
+        """Score one group."""
+        return await self._serving_tasks.score(call, group, options)
+
+    @property
+    def _serving_tasks(self) -> VllmTasks:
+        if self._llm is None or self._tasks is None:
+            raise EngineDied("the engine is stopped")
+        return self._tasks
+
+    # ------------------------------------------------------------------------------------------------ LoRA
+
+    def static_loras(self) -> Sequence[Lora]:
+        """The adapters of `--lora-modules`."""
+        return self._static_loras
+
+    async def load_lora(self, lora: Lora) -> None:
+        """Check the adapter and add it to vLLM."""
+        assert self._loras is not None  # the core asks only where the description says LoRA
+        await self._loras.load(lora)
+
+    async def unload_lora(self, lora: Lora) -> None:
+        """Take the adapter out of vLLM."""
+        assert self._loras is not None
+        await self._loras.unload(lora)
+
+    def lora_request(self, lora: Lora | None) -> LoRARequest | None:
+        """What vLLM takes with a request that uses this adapter."""
+        return None if lora is None or self._loras is None else self._loras.request(lora)
 
     # ---------------------------------------------------------------------------- load, events and tokens
 
@@ -227,10 +330,6 @@ class VllmEngine:
         if self._llm is None:
             raise EngineDied("the engine is stopped")
         return self._llm
-
-
-def _lora_request(lora: Lora | None) -> LoRARequest | None:
-    return None if lora is None else LoRARequest(lora.name, lora.id, lora.path)
 
 
 def _data_parallel_rank(request: generate_pb2.GenerateRequest) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import grpc
 from vllm.exceptions import GracefulHTTPError, LoRAAdapterNotFoundError, VLLMClientError, VLLMValidationError
@@ -27,6 +28,15 @@ _FIELDS = {
 
 def before_acceptance(error: Exception, request: generate_pb2.GenerateRequest) -> Exception:
     """What `generate` raises when vLLM refused the request."""
+    return _refusal(error, lambda cause: _field(cause, request))
+
+
+def task_refusal(error: Exception, place: str) -> Exception:
+    """What a task raises when vLLM refused, or failed, its input at `place`."""
+    return _refusal(error, lambda cause: place)
+
+
+def _refusal(error: Exception, field_of: Callable[[BaseException], str]) -> Exception:
     if isinstance(error, EngineDeadError):
         return EngineDied()
     if isinstance(error, GracefulHTTPError):
@@ -34,10 +44,10 @@ def before_acceptance(error: Exception, request: generate_pb2.GenerateRequest) -
     if isinstance(error, LoRAAdapterNotFoundError):
         return Rejected(grpc.StatusCode.NOT_FOUND, _first_line(error), field="lora_name")
     if isinstance(error, VLLMClientError):
-        return Rejected(grpc.StatusCode.INVALID_ARGUMENT, _first_line(error), field=_field(error, request))
+        return Rejected(grpc.StatusCode.INVALID_ARGUMENT, _first_line(error), field=field_of(error))
     cause = error.__cause__ if isinstance(error, EngineGenerateError) else error
     if isinstance(cause, (ValueError, TypeError, OverflowError)):
-        return Rejected(grpc.StatusCode.INVALID_ARGUMENT, _first_line(cause), field=_field(cause, request))
+        return Rejected(grpc.StatusCode.INVALID_ARGUMENT, _first_line(cause), field=field_of(cause))
     return error
 
 

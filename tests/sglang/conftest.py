@@ -1,4 +1,4 @@
-"""The real SGLang on the CPU, in this process: one engine for most tests, SmolLM2 for those that need sense."""
+"""The real SGLang on the CPU, in this process: one engine for most tests, and one with the other choices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.support import cpu_env
 from tests.support.wire import Wire, serving
 
 os.environ.update(cpu_env.sglang_env())
-sys.path.insert(0, str(cpu_env.SGLANG_STAND_INS))  # the environment is for the children; this process has begun
+os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|0"  # asked for where there are two data-parallel ranks
+# The environment is for the children; this process has begun.
+sys.path.insert(0, str(cpu_env.SGLANG_STAND_INS))
 
 
 def sglang_engine(model: str, *flags: str) -> object:
@@ -20,14 +22,29 @@ def sglang_engine(model: str, *flags: str) -> object:
     from openengine_adapters.sglang.config import parse_flags
     from openengine_adapters.sglang.engine import SglangEngine
 
-    return SglangEngine(
-        parse_flags([*cpu_env.sglang_flags(model), "--sleep-on-idle", "--log-level", "error", *flags])
-    )
+    quiet = ("--sleep-on-idle", "--log-level", "error")
+    return SglangEngine(parse_flags([*cpu_env.sglang_flags(model), *quiet, *flags]))
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def tiny() -> AsyncIterator[Wire]:
     """A tiny random Llama that schedules by priority, under a name of its own."""
     flags = ("--enable-priority-scheduling", "--served-model-name", "tiny")
-    async with serving(sglang_engine(cpu_env.TINY_LLAMA, *flags)) as wire:  # type: ignore[arg-type]  # SGLang is untyped here
+    async with serving(sglang_engine(cpu_env.TINY_LLAMA, *flags)) as wire:  # type: ignore[arg-type]  # untyped here
+        yield wire
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def other() -> AsyncIterator[Wire]:
+    """The same model with what `tiny` leaves out: seeds, two ranks, a short queue, low priorities first, llguidance."""
+    flags = [
+        "--enable-deterministic-inference",
+        *("--dp-size", "2"),
+        *("--max-running-requests", "8"),  # for both ranks
+        *("--max-queued-requests", "2"),
+        "--enable-priority-scheduling",
+        "--schedule-low-priority-values-first",
+        *("--grammar-backend", "llguidance"),
+    ]
+    async with serving(sglang_engine(cpu_env.TINY_LLAMA, *flags)) as wire:  # type: ignore[arg-type]  # untyped here
         yield wire

@@ -100,7 +100,7 @@ async def test_the_larger_priority_runs_earlier(tiny: Wire) -> None:
     """GEN-09: with every slot taken, the order of the waiting ones is theirs."""
     at_once = tiny.description.max_running_requests
     assert at_once is not None
-    blockers = [await tiny.accepted(stopping=LONG) for _ in range(at_once)]
+    blockers = await asyncio.gather(*(tiny.accepted(stopping=LONG) for _ in range(at_once)))
     order: list[int] = []
 
     async def waiting(priority: int) -> None:
