@@ -10,14 +10,15 @@ DEV := .venv/dev/bin
 CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks examples)
 SHELL_SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/*/*.sh docker/*.sh deploy/*.sh)
 
-# What `make test` runs, in this order.  A stage is a target; a new one is a line here.  SGLang's two, test-sglang and
-# conformance-sglang, join when its adapter is complete.
+# What `make test` runs, in this order.  A stage is a target; a new one is a line here.  `test-sglang` joins when
+# its adapter is complete.
 STAGES := lint
 STAGES += test-fast
 STAGES += $(if $(wildcard tests/vllm),test-vllm)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference)
 STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm)
+STAGES += $(if $(wildcard openengine_adapters/sglang/__main__.py),conformance-sglang)
 endif
 
 # What `make lint` runs.
