@@ -140,7 +140,9 @@ def _generation(
     return GenerationSupport(
         text_input=tokenizer is not None,
         # prompt_logprob_token_ids needs vLLM's second model runner; explicit prompt ids stay unadvertised.
-        prompt_logprobs=None if output is None else dataclasses.replace(output, max_token_ids=0),
+        prompt_logprobs=None
+        if _prompt_logprobs_kill(config)
+        else dataclasses.replace(output, max_token_ids=0),
         output_logprobs=output,
         guided_modes=_GUIDED_BY_BACKEND.get(backend, frozenset()) if tokenizer is not None else frozenset(),
         guided_backend=backend,
@@ -155,13 +157,18 @@ def _generation(
     )
 
 
+def _prompt_logprobs_kill(config: VllmConfig) -> bool:
+    """vLLM's worker on a CPU dies of prompt log-probabilities in a batch when LoRA is on (GEN-10)."""
+    return config.lora_config is not None and str(config.device_config.device_type) == "cpu"
+
+
 def _max_num_sequences(config: VllmConfig) -> int:
     limit = int(os.environ.get("VLLM_MAX_N_SEQUENCES", "16384"))
     at_once: int = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
     return min(limit, at_once, INT32_MAX)
 
 
-def _logprobs(max_logprobs: int, vocab_size: int) -> LogprobSupport | None:
+def _logprobs(max_logprobs: int, vocab_size: int) -> LogprobSupport:
     """`--max-logprobs` bounds top-N; -1, or the vocabulary's size, opens the whole vocabulary."""
     if max_logprobs == 0:
         return LogprobSupport(max_top_n=0)
