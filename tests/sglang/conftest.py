@@ -28,8 +28,12 @@ def sglang_engine(model: str, *flags: str) -> object:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def tiny() -> AsyncIterator[Wire]:
-    """A tiny random Llama that schedules by priority, under a name of its own."""
-    flags = ("--enable-priority-scheduling", "--served-model-name", "tiny")
+    """A tiny random Llama that schedules by priority, under a name of its own, with slots that few requests fill."""
+    flags = [
+        *("--served-model-name", "tiny"),
+        *("--max-running-requests", "8"),
+        "--enable-priority-scheduling",
+    ]
     async with serving(sglang_engine(cpu_env.TINY_LLAMA, *flags)) as wire:  # type: ignore[arg-type]  # untyped here
         yield wire
 

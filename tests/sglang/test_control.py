@@ -47,10 +47,10 @@ async def test_discovery_is_the_running_engines(tiny: Wire) -> None:
         model = await tiny.stub.GetModelInfo(model_pb2.GetModelInfoRequest(model=alias))
         assert model.model_id == name
     assert model.served_model_name == "tiny"
-    assert (model.kv_block_size, model.total_kv_blocks, model.max_running_requests) == (1, 8192, 64)
+    assert (model.kv_block_size, model.total_kv_blocks, model.max_running_requests) == (1, 8192, 8)
     # Of a context of 1024 SGLang keeps six tokens for itself.
     assert model.max_context_length == 1018
-    assert model.generation.max_num_sequences == 64
+    assert model.generation.max_num_sequences == 8
     assert model.generation.supports_priority and model.generation.supports_prefix_cache_bypass
     assert not model.HasField("max_output_tokens")
 
@@ -118,7 +118,7 @@ async def test_abort_of_a_queued_request(tiny: Wire) -> None:
 async def test_abort_while_the_guide_is_compiled(tiny: Wire) -> None:
     """ABORT-02: not accepted yet, so a status; SGLang calls it a bad request."""
     slow = generate_pb2.GuidedDecoding(json_schema='{"type":"array","items":' * 400 + "{}" + "}" * 400)
-    call = tiny.stub.Generate(tiny.request(request_id="slow", guided=slow, stopping=LONG))
+    call = tiny.stub.Generate(tiny.request(request_id="slow", guided=slow))
     ended = asyncio.ensure_future(collected(call))
     async with asyncio.timeout(PATIENCE_S):
         while not tiny.engine.unfinished():
