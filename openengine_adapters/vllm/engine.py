@@ -120,7 +120,9 @@ class VllmEngine:
             modalities,
         )
         self._prompts = media.Prompts(llm)
-        self._tasks = VllmTasks(llm, self._description, served, self._prompts, self._score_template)
+        self._tasks = VllmTasks(
+            llm, self._description, served, self._prompts, self.lora_request, self._score_template
+        )
         if self.kv_event_publishers() and self._description.generation is not None:
             # The history of KV events begins with an empty cache, said aloud.
             await kv.clear_cache(llm, self._description.parallelism.ranks)

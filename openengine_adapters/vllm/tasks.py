@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from openengine.v1 import tasks_pb2
 from openengine_adapters.core.batches import run_batch
 from openengine_adapters.core.errors import EngineFailure, Rejected, invalid
 from openengine_adapters.core.task_validation import check_input_length
-from openengine_adapters.engine import Classification, EngineDescription, GroupScores, TaskCall, Tensor
+from openengine_adapters.engine import Classification, EngineDescription, GroupScores, Lora, TaskCall, Tensor
 from openengine_adapters.vllm import errors
 from openengine_adapters.vllm.media import Prompts
 from openengine_adapters.vllm.task_config import Scoring, TaskConfig, is_softmax
@@ -56,12 +56,14 @@ class VllmTasks:
         description: EngineDescription,
         config: TaskConfig,
         prompts: Prompts,
+        lora_request: Callable[[Lora | None], LoRARequest | None],
         score_template: str = "",
     ) -> None:
         self._llm = llm
         self._description = description
         self._config = config
         self._prompts = prompts
+        self._lora_request = lora_request
         self._score_template = score_template or None
         self._softmax = is_softmax(llm.model_config)
         self._pairs = None
@@ -302,9 +304,8 @@ class VllmTasks:
         return last
 
     def _extras(self, call: TaskCall) -> dict[str, Any]:
-        lora = None if call.lora is None else LoRARequest(call.lora.name, call.lora.id, call.lora.path)
         return {
-            "lora_request": lora,
+            "lora_request": self._lora_request(call.lora),
             "trace_headers": call.trace_headers or None,
             # vLLM schedules the lower value first, the contract the larger (TASK-10).
             "priority": -(call.priority or 0),
