@@ -23,7 +23,7 @@ from sglang.srt.entrypoints.engine import Engine as Runtime
 from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.server_args import ServerArgs
 
-from openengine_adapters.core.errors import EngineDied, Rejected, invalid
+from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
 from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
 from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 5.0
 STATE_S = 30.0
+
+DETOKENIZER = "sglang::detokenizer"
+"""The title of the one process that holds nothing, and does not end when it is asked to."""
 
 LONG_TEXT = 4096
 """Characters from which on a prompt is tokenised off the event loop."""
@@ -100,8 +103,13 @@ class SglangEngine:
         # With a loop of its own already, SGLang neither takes signals nor starts the tasks that kill this process.
         manager.event_loop = loop
         self._reader = asyncio.create_task(manager.handle_loop(), name="sglang-outputs")
-        async with asyncio.timeout(STATE_S):
-            (state, *_) = await manager.get_internal_state()
+        try:
+            async with asyncio.timeout(STATE_S):
+                (state, *_) = await manager.get_internal_state()
+        except TimeoutError:
+            raise StartupError(
+                f"SGLang's scheduler did not answer within {STATE_S:g} s of its start"
+            ) from None
         self._describe(manager, scheduler.scheduler_infos[0], state)
         assert self._description is not None
         return self._description
@@ -141,7 +149,7 @@ class SglangEngine:
         await asyncio.to_thread(manager._subprocess_watchdog.stop)
         if not self._failure:
             manager._dispatch_to_scheduler(ShutdownReq())
-        await asyncio.to_thread(_end, _descendants(self._processes), 0.0 if self._failure else SHUTDOWN_S)
+        await asyncio.to_thread(self._end_processes)
         self.observe(None)
         if self._reader is not None:
             self._reader.cancel()
@@ -150,6 +158,12 @@ class SglangEngine:
             if isinstance(name, str) and name.startswith("ipc://"):
                 with contextlib.suppress(OSError):
                     os.unlink(name.removeprefix("ipc://"))
+
+    def _end_processes(self) -> None:
+        schedulers = [process for process in self._processes if DETOKENIZER not in _title(process)]
+        if not self._failure:
+            psutil.wait_procs(schedulers, timeout=SHUTDOWN_S)
+        _end(_descendants(self._processes))
 
     def _child_failed(self) -> None:
         self._failure = self._failure or "one of its processes failed, its log says why"
@@ -190,6 +204,8 @@ class SglangEngine:
         stream = self._stream(call)
         try:
             await anext(stream)  # up to the admission
+        except (Rejected, EngineFailure):
+            raise
         except Exception as error:
             raise errors.before_acceptance(error, call.request) from error
         return stream
@@ -215,8 +231,13 @@ class SglangEngine:
                     self._compiling -= guided
                 yield Step()
                 async with contextlib.aclosing(sequences.steps()) as steps:
-                    async for step in steps:
-                        yield step
+                    try:
+                        async for step in steps:
+                            yield step
+                    except (Rejected, EngineFailure):
+                        raise
+                    except Exception as error:
+                        raise errors.after_acceptance(error) from error
             finally:
                 del self._calls[call.id]
 
@@ -327,13 +348,17 @@ def _descendants(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return list(found.values())
 
 
-def _end(processes: Sequence[psutil.Process], patience_s: float = 0.0) -> None:
-    """Kill what has not ended by itself after so long."""
-    _, left = psutil.wait_procs(processes, timeout=patience_s)
-    for process in left:
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def _end(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=SHUTDOWN_S)
+    psutil.wait_procs(processes, timeout=SHUTDOWN_S)
 
 
 def _one_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import fastapi
 import grpc
 
 from openengine.v1 import generate_pb2
-from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected
+from openengine_adapters.core.errors import EngineFailure, Rejected
 from openengine_adapters.engine import Finish, FinishKind
 
 log = logging.getLogger(__name__)
@@ -27,13 +27,17 @@ _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 def before_acceptance(error: Exception, request: generate_pb2.GenerateRequest) -> Exception:
     """What `generate` raises for an exception that SGLang raised instead of taking the request."""
-    if isinstance(error, (Rejected, EngineFailure)):
-        return error
     if isinstance(error, fastapi.HTTPException):
         return _refusal(error.status_code, str(error.detail), request)
     if isinstance(error, ValueError):
         return _refusal(HTTPStatus.BAD_REQUEST, str(error), request)
     return error
+
+
+def after_acceptance(error: Exception) -> EngineFailure:
+    """What a running stream raises for an exception that nobody expects of SGLang."""
+    log.warning("SGLang failed a request", exc_info=error)
+    return EngineFailure("the engine failed while it generated")
 
 
 def aborted(reason: dict[str, Any], request: generate_pb2.GenerateRequest) -> Finish:
@@ -72,12 +76,6 @@ def _refusal(status: int, message: str, request: generate_pb2.GenerateRequest) -
 def not_a_number() -> EngineFailure:
     """The model's own arithmetic failed: no stop, whatever SGLang calls it."""
     return EngineFailure("the model computed no valid token", details={"sglang.finish_reason": NOT_A_NUMBER})
-
-
-def died(why: str) -> EngineDied:
-    """The engine's process is gone; the log says why."""
-    log.error("SGLang is gone: %s", why)
-    return EngineDied()
 
 
 def _line(message: str) -> str:

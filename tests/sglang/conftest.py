@@ -44,7 +44,7 @@ async def other() -> AsyncIterator[Wire]:
     flags = [
         "--enable-deterministic-inference",
         *("--dp-size", "2"),
-        *("--max-running-requests", "8"),  # for both ranks
+        *("--max-running-requests", "4"),  # on each rank
         *("--max-queued-requests", "2"),
         "--enable-priority-scheduling",
         "--schedule-low-priority-values-first",

@@ -141,12 +141,30 @@ async def test_abort_compares_whole_ids_and_all_means_all(tiny: Wire) -> None:
     await tiny.until_idle()
 
 
+async def fill(wire: Wire, rank: int, running: int, queued: int = 0) -> list[Any]:
+    """Give one rank so many requests, one after the other: a short queue would refuse them all at once."""
+    calls = []
+    for number in range(1, running + queued + 1):
+        kv = generate_pb2.KvOptions(data_parallel_rank=rank)
+        calls.append(await wire.accepted(stopping=LONG, kv=kv, priority=0))
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                found = (await wire.engine.load()).ranks[rank]
+                if (found.running_requests, found.queued_requests) == (
+                    min(number, running),
+                    max(0, number - running),
+                ):
+                    break
+                await asyncio.sleep(0.01)
+    return calls
+
+
 async def order_of(
     wire: Wire, priorities: tuple[int, ...], at_once: int, rank: int | None = None
 ) -> list[int]:
     """The order in which requests run that waited while every slot was taken."""
-    kv = None if rank is None else generate_pb2.KvOptions(data_parallel_rank=rank)
-    blockers = [await wire.accepted(stopping=LONG, kv=kv, priority=0) for _ in range(at_once)]
+    kv = generate_pb2.KvOptions(data_parallel_rank=0)
+    blockers = await fill(wire, 0, at_once)
     order: list[int] = []
 
     async def waiting(priority: int) -> None:
@@ -156,7 +174,7 @@ async def order_of(
 
     tasks = [asyncio.create_task(waiting(priority)) for priority in priorities]
     async with asyncio.timeout(PATIENCE_S):
-        while (await wire.engine.load()).ranks[rank or 0].queued_requests != len(priorities):
+        while (await wire.engine.load()).ranks[0].queued_requests != len(priorities):
             await asyncio.sleep(0.01)
     blockers.pop().cancel()
     async with asyncio.timeout(PATIENCE_S):

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from openengine.v1 import errors_pb2, generate_pb2, model_pb2
-from tests.sglang.test_control import LONG, collected, load, order_of
+from tests.sglang.test_control import LONG, collected, fill, load, order_of
 from tests.support.wire import PATIENCE_S, Wire
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -81,17 +81,16 @@ async def test_requests_run_on_the_rank_asked_for(other: Wire) -> None:
 
 async def test_priorities_are_turned_round_for_an_engine_that_runs_low_values_first(other: Wire) -> None:
     """GEN-09."""
-    assert await order_of(other, (-5, 7), AT_ONCE, rank=0) == [7, -5]
+    assert await order_of(other, (-5, 7), AT_ONCE) == [7, -5]
 
 
 async def test_a_full_queue_is_refused_before_acceptance_where_it_is_certain(other: Wire) -> None:
     """GEN-05: and is one EngineError where only the scheduler of one rank knows."""
-    kv = Kv(data_parallel_rank=0)
-    blockers = [await other.accepted(stopping=LONG, kv=kv) for _ in range(AT_ONCE + 2)]
-    late = await collected(await other.accepted(stopping=LONG, kv=kv))
+    blockers = await fill(other, 0, AT_ONCE, 2)
+    late = await collected(await other.accepted(stopping=LONG, kv=Kv(data_parallel_rank=0)))
     error = late.responses[-1].error
     assert (error.code, error.retryable) == (errors_pb2.ERROR_CODE_OVERLOADED, True)
-    blockers += [await other.accepted(stopping=LONG, kv=Kv(data_parallel_rank=1)) for _ in range(AT_ONCE + 2)]
+    blockers += await fill(other, 1, AT_ONCE, 2)
     code, message = await other.refused()
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "later" in message
     for call in blockers:
