@@ -132,11 +132,7 @@ def unit(vector: Sequence[float]) -> list[float]:
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     """The cosine of the angle between two vectors."""
-    return (
-        math.sumprod(unit(a), unit(b))
-        if hasattr(math, "sumprod")
-        else sum(x * y for x, y in zip(unit(a), unit(b), strict=True))
-    )
+    return sum(x * y for x, y in zip(unit(a), unit(b), strict=True))
 
 
 def softmax(logits: Sequence[float]) -> list[float]:

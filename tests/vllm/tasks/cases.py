@@ -16,6 +16,7 @@ from tests.support import cpu_env
 from tests.support.server import REPOSITORY
 
 MINILM: Final = "all-MiniLM-L6-v2"
+ADAPTER: Final = "tiny-llama-lora-everywhere"
 
 SENTENCES: Final = (
     "A cat sits on the mat.",
@@ -86,6 +87,7 @@ def jobs() -> dict[str, dict[str, Any]]:
     return {
         "minilm": job("embed", MINILM, texts=SENTENCES, pooling="mean"),
         "llama": job("embed", cpu_env.TINY_LLAMA, texts=WORDS, pooling="last"),
+        "adapted": job("adapt", cpu_env.TINY_LLAMA, texts=WORDS, adapter=str(model(ADAPTER))),
         "sentiment": job("classify", "tiny-bert-sentiment", texts=WORDS),
         "entities": job("tokens", "tiny-bert-entities", texts=[ENTITY_TEXT]),
         "pairs": job("pairs", "tiny-bert-pairs", pairs=[[QUERY, text] for text in DOCUMENTS]),

@@ -40,6 +40,19 @@ def embed(model: str, texts: list[str], pooling: str) -> Answer:
     return answers
 
 
+def adapt(model: str, adapter: str, texts: list[str]) -> Answer:
+    """The last token's vector with a LoRA adapter, not normalised."""
+    from peft import PeftModel
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = PeftModel.from_pretrained(_load(AutoModelForCausalLM, model), adapter).eval()
+    answers = []
+    for text in texts:
+        states = network(**tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states
+        answers.append(states[-1][0, -1].tolist())
+    return answers
+
+
 def classify(model: str, texts: list[str]) -> Answer:
     """The logits of a sequence classifier."""
     tokenizer, network = (
@@ -123,7 +136,7 @@ def _load(kind: Any, model: str) -> Any:
     return kind.from_pretrained(model, dtype=torch.float32).eval()
 
 
-KINDS = {job.__name__: job for job in (embed, classify, pairs, tokens, next_token, rerank, see)}
+KINDS = {job.__name__: job for job in (embed, adapt, classify, pairs, tokens, next_token, rerank, see)}
 
 
 def main(jobs: Path, answers: Path) -> None:

@@ -12,11 +12,12 @@ import pytest
 import pytest_asyncio
 
 from openengine.v1 import lifecycle_pb2, tasks_pb2
+from openengine_adapters.engine import Lora
 from tests.support import cpu_env
 from tests.support.wire import PATIENCE_S, Wire
 from tests.vllm.tasks import asking
 from tests.vllm.tasks.asking import SEQUENCE, SIMILARITY, TOKEN, close, patiently, refused, rows, unit
-from tests.vllm.tasks.cases import MINILM, SENTENCES, WORDS, Reference
+from tests.vllm.tasks.cases import ADAPTER, MINILM, SENTENCES, WORDS, Reference, model
 from tests.vllm.tasks.conftest import served
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -31,9 +32,11 @@ async def minilm(reference: Reference) -> AsyncIterator[Wire]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def llama(reference: Reference) -> AsyncIterator[Wire]:
-    """A tiny Llama as an embedder: last token, dimensions can be cut, scheduling by priority."""
-    flags = ("--runner", "pooling", "--convert", "embed", "--scheduling-policy", "priority")
-    async with served(cpu_env.TINY_LLAMA, *flags, "--hf-overrides", '{"is_matryoshka": true}') as wire:
+    """A tiny Llama as an embedder: last token, dimensions can be cut, priority, an adapter."""
+    flags = ("--runner", "pooling", "--convert", "embed", "--scheduling-policy", "priority", "--enable-lora")
+    overrides = ("--hf-overrides", '{"is_matryoshka": true}')
+    adapter = Lora(1, "adapter", str(model(ADAPTER)))
+    async with served(cpu_env.TINY_LLAMA, *flags, *overrides, loras=[adapter]) as wire:
         yield wire
 
 
@@ -46,7 +49,7 @@ async def test_capabilities(minilm: Wire, llama: Wire) -> None:
         assert list(found.encodings) == [tasks_pb2.EMBEDDING_ENCODING_DENSE]
         assert found.dimension == dimension
         assert found.supports_normalization
-        assert not found.supports_lora
+        assert found.supports_lora is (wire is llama)
         assert found.supports_priority is (wire is llama)
         assert found.supports_dimension_override is (wire is llama)
     code, details = await refused(asking.embed_call(minilm, ["x"], dimensions=8))
@@ -105,12 +108,11 @@ async def test_llama_vectors_texts_and_ids(llama: Wire, reference: Reference) ->
     """The last token's vector; token ids give the same as their text."""
     expected = reference["llama"]
     by_text = await patiently(asking.embed_call(llama, WORDS, normalize=False))
-    by_ids = await patiently(
-        asking.embed_call(llama, [answer["ids"] for answer in expected], normalize=False)
-    )
-    for text, ids, answer in zip(by_text.outputs, by_ids.outputs, expected, strict=True):
+    ids = [answer["ids"] for answer in expected]
+    by_ids = await patiently(asking.embed_call(llama, ids, normalize=False))
+    for text, same, answer in zip(by_text.outputs, by_ids.outputs, expected, strict=True):
         assert close(text.dense.values, answer["pooled"], 1e-3)
-        assert close(ids.dense.values, text.dense.values, 1e-5)
+        assert close(same.dense.values, text.dense.values, 1e-5)
 
 
 async def test_dimensions_are_cut(llama: Wire, reference: Reference) -> None:
@@ -126,6 +128,18 @@ async def test_dimensions_are_cut(llama: Wire, reference: Reference) -> None:
     await patiently(asking.embed_call(llama, WORDS, dimensions=64))
     code, _ = await refused(asking.embed_call(llama, WORDS, dimensions=65))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_adapter_changes_the_vectors(llama: Wire, reference: Reference) -> None:
+    """TASK-10, LORA-07: PEFT's numbers; an adapter that is not there is NOT_FOUND."""
+    about = {"lora_name": "adapter"}
+    response = await patiently(asking.embed_call(llama, WORDS, about, normalize=False))
+    plain = await patiently(asking.embed_call(llama, WORDS, normalize=False))
+    for output, without, vector in zip(response.outputs, plain.outputs, reference["adapted"], strict=True):
+        assert close(output.dense.values, vector, 1e-3)
+        assert not close(output.dense.values, without.dense.values, 1e-2)
+    code, _ = await refused(asking.embed_call(llama, WORDS, {"lora_name": "other"}))
+    assert code is grpc.StatusCode.NOT_FOUND
 
 
 async def test_inputs_that_do_not_fit(llama: Wire, minilm: Wire) -> None:
