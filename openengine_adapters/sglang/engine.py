@@ -8,7 +8,6 @@ a child fails, are left out; docs/sglang.md tells why that is enough.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -19,7 +18,7 @@ from typing import Any
 
 import grpc
 import psutil
-from sglang.srt.entrypoints.engine import Engine as Runtime
+from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.server_args import ServerArgs
 
@@ -43,14 +42,25 @@ from openengine_adapters.sglang.steps import StepEvents
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_S = 5.0
 STATE_S = 30.0
+
+SHUTDOWN_S = 15.0
+"""How long a scheduler may take to free a device's memory; SGLang itself gives it as much."""
+
+KILL_S = 5.0
 
 DETOKENIZER = "sglang::detokenizer"
 """The title of the one process that holds nothing, and does not end when it is asked to."""
 
 LONG_TEXT = 4096
 """Characters from which on a prompt is tokenised off the event loop."""
+
+
+class Runtime(Engine):  # type: ignore[misc]  # untyped where SGLang is not installed
+    """SGLang's engine, which has this called at the end of the process, also when its start failed."""
+
+    def shutdown(self) -> None:
+        """Leave alone the children of this process that are not SGLang's; `SglangEngine.stop` ends those that are."""
 
 
 class SglangEngine:
@@ -115,10 +125,7 @@ class SglangEngine:
         return self._description
 
     def _build(self) -> Runtime:
-        runtime = Runtime(server_args=self._args)
-        # It would end every child of this process, whoever started it.
-        atexit.unregister(runtime.shutdown)
-        return runtime
+        return Runtime(server_args=self._args)
 
     def _describe(self, manager: Any, scheduler: dict[str, Any], state: dict[str, Any]) -> None:
         description = config.describe(manager, scheduler, state)
@@ -358,7 +365,7 @@ def _end(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=SHUTDOWN_S)
+    psutil.wait_procs(processes, timeout=KILL_S)
 
 
 def _one_line(error: BaseException) -> str:

@@ -252,3 +252,29 @@ async def test_rpcs_without_their_ability_say_so(tiny: Wire) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_stopped_scheduler_shows_as_a_hang_and_only_then(tiny: Wire) -> None:
+    """ERR-07: with a request in the engine its steps stand still; a long wait without one is no hang."""
+    (scheduler,) = [p for p in tiny.engine._processes if "sglang::scheduler" in " ".join(p.cmdline())]
+    assert tiny.engine.unfinished() == 0
+    call = await tiny.accepted(stopping=LONG)
+    await until_running(tiny, 1)
+
+    async def grows(seconds: float) -> bool:
+        steps = tiny.engine.steps()
+        await asyncio.sleep(seconds)
+        return bool(tiny.engine.steps() > steps)
+
+    assert await grows(0.5)
+    scheduler.suspend()
+    try:
+        await asyncio.sleep(0.5)  # what was on its way
+        assert not await grows(1.0)
+        assert tiny.engine.unfinished() == 1
+        await tiny.engine.load()  # answers all the same
+    finally:
+        scheduler.resume()
+    assert await grows(0.5)
+    call.cancel()
+    await tiny.until_idle()

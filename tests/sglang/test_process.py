@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -127,32 +126,15 @@ def test_a_bad_model_ends_the_start_with_one_sentence_and_no_process() -> None:
     assert "cannot start" in done.stderr.splitlines()[-1]
 
 
-def test_a_scheduler_that_dies_in_its_start_ends_it_with_one_sentence_too() -> None:
-    """SGLang itself would kill this process then: more tokens than any memory holds."""
-    flags = cpu_env.sglang_flags(cpu_env.TINY_LLAMA)
-    done = command(*flags, "--port", "0", "--max-total-tokens", "999999999999")
+def test_a_scheduler_that_dies_in_its_start_ends_it_with_one_sentence_too(tmp_path: Path) -> None:
+    """SGLang itself would kill this process then: the weights cannot be read."""
+    for file in cpu_env.model(cpu_env.TINY_LLAMA).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    done = command(*cpu_env.sglang_flags(cpu_env.TINY_LLAMA), "--model-path", str(tmp_path), "--port", "0")
     assert done.returncode == 1, done.stderr[-2000:]
     assert "cannot start" in done.stderr.splitlines()[-1]
-
-
-def test_a_port_in_use_is_said_before_the_engine_starts() -> None:
-    """The message names the port and the way out."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = command(*cpu_env.sglang_flags(cpu_env.TINY_LLAMA), "--host", "127.0.0.1", "--port", str(port))
-    assert done.returncode == 1
-    assert str(port) in done.stderr and "--port" in done.stderr
-
-
-def test_what_is_not_served_is_said_at_the_start() -> None:
-    """ROLE-05, MODEL-07."""
-    flags = cpu_env.sglang_flags(cpu_env.TINY_LLAMA)
-    for more in (["--role", "prefill"], ["--skip-tokenizer-init"]):
-        done = command(*flags, "--port", "0", *more)
-        assert done.returncode == 1
-        assert more[0] in done.stderr.splitlines()[-1]
 
 
 def test_print_capabilities_is_discovery_as_json() -> None:
@@ -201,10 +183,8 @@ def test_a_killed_server_leaves_no_engine_behind(server: Server) -> None:
     wait_for(lambda: gone(tree), "every process ended")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_a_dead_or_hung_scheduler_ends_streams_and_server(server: Server, how: signal.Signals) -> None:
-    """ERR-04, ERR-07: streams end with one EngineError, the exit status is not zero, and no process is left."""
-    server.command += ["--hang-timeout", "3"]
+def test_a_dead_scheduler_ends_streams_and_server(server: Server) -> None:
+    """ERR-04: streams end with one EngineError, the exit status is not zero, and no process is left."""
     server.start()
     server.wait_ready()
     tree = tree_of(server)
@@ -213,14 +193,14 @@ def test_a_dead_or_hung_scheduler_ends_streams_and_server(server: Server, how: s
         readers = [Reader(service_pb2_grpc.OpenEngineStub(channel)) for _ in range(3)]
         for reader in readers:
             reader.started()
-        struck_at = time.monotonic()
-        scheduler.send_signal(how)
+        killed_at = time.monotonic()
+        scheduler.kill()
         for reader in readers:
             reader.join(PATIENCE_S)
     for reader in readers:
         error = reader.responses[-1].error
         assert (error.code, error.retryable) == (errors_pb2.ERROR_CODE_INTERNAL, True)
         assert reader.responses[-1].HasField("usage")
-        assert reader.ended_at - struck_at < (2 if how is signal.SIGKILL else 8)
+        assert reader.ended_at - killed_at < 2
     assert server.wait(PATIENCE_S) == 3
     wait_for(lambda: gone(tree), "every process ended")
