@@ -109,6 +109,7 @@ models-reference:
 
 models-vllm: venv-vllm
 	@.venv/vllm/bin/python scripts/setup/build_models.py
+	@.venv/vllm/bin/python scripts/setup/build_task_models.py
 
 models-sglang: venv-sglang
 	@PYTHONPATH=tests/support/sglang_cpu .venv/sglang/bin/python scripts/setup/build_models.py

@@ -84,6 +84,12 @@ vllm_entry() {
     : >"$folder/RECORD"
 }
 
+# vllm_vision: torchvision, which models that see need, in a folder of its own.  Its wheel is a CUDA build that can only
+# be imported behind the stand-in of tests/support/sglang_cpu, so it stays out of the way of all else.
+vllm_vision() {
+    install --upgrade --target "$venv/vision" torchvision==0.28.0
+}
+
 mkdir -p .venv
 exec 9>".venv/.$name.lock"
 flock 9
@@ -102,7 +108,10 @@ if ! finished || ! holds "$packages_stamp" "$packages"; then
     rm -f "$packages_stamp" "$project_stamp"
     torch_cpu
     install -r "$pins"
-    [[ $name != vllm ]] || vllm_entry
+    if [[ $name == vllm ]]; then
+        vllm_entry
+        vllm_vision
+    fi
     echo "$packages" >"$packages_stamp"
 fi
 
