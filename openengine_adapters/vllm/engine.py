@@ -37,7 +37,7 @@ from openengine_adapters.engine import (
 from openengine_adapters.publishers import KvEventsWanted
 from openengine_adapters.vllm import config, errors, kv, media, outputs, requests
 from openengine_adapters.vllm.load import LoadBoard
-from openengine_adapters.vllm.lora import LoraHost, check_config
+from openengine_adapters.vllm.lora import LoraHost, check_lora_config, configure_lora
 from openengine_adapters.vllm.steps import StepEvents
 from openengine_adapters.vllm.task_config import task_config
 from openengine_adapters.vllm.tasks import VllmTasks
@@ -144,9 +144,10 @@ class VllmEngine:
         self._args.kv_events_config = self._kv_events.configure(
             self._args.kv_events_config, self._args.data_parallel_size
         )
+        configure_lora(self._args)
         built = self._args.create_engine_config()
         self._kv_events.check(built)
-        check_config(built)
+        check_lora_config(built)
         return AsyncLLM.from_vllm_config(
             built,
             stat_loggers=[self._board.logger],

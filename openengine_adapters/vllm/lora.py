@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -38,7 +40,17 @@ LOOK_S = 0.5
 Result = TypeVar("Result")
 
 
-def check_config(config: VllmConfig) -> None:
+def configure_lora(args: AsyncEngineArgs) -> None:
+    """On a CPU, keep one slot more than there are adapters.
+
+    vLLM's operations there take what has no adapter for the last slot's, and so add that one's weights to a plain
+    request beside it (vllm-project/vllm#48421). Slots are given from the first, and an unused one holds zeros.
+    """
+    if args.enable_lora and current_platform.is_cpu():
+        args.max_loras = args.max_cpu_loras = (args.max_cpu_loras or args.max_loras) + 1
+
+
+def check_lora_config(config: VllmConfig) -> None:
     """Raise `StartupError` for what vLLM's own servers do with adapters and AsyncLLM does not."""
     if config.lora_config is not None and config.lora_config.default_mm_loras:
         raise StartupError(
@@ -52,6 +64,8 @@ class LoraHost:
     def __init__(self, llm: AsyncLLM, config: LoRAConfig) -> None:
         self._llm = llm
         self._config = config
+        assert config.max_cpu_loras is not None  # vLLM fills it in
+        self._capacity = config.max_cpu_loras - current_platform.is_cpu()
         self._requests: dict[str, LoRARequest] = {}
         self._loads: Counter[tuple[str, str]] = Counter()
 
@@ -61,13 +75,12 @@ class LoraHost:
 
     async def load(self, lora: Lora) -> None:
         """Check the adapter's files and add it. Raises `Rejected`, leaving nothing behind (LORA-08)."""
-        capacity = self._config.max_cpu_loras
-        if capacity is not None and len(self._requests) >= capacity:
+        if len(self._requests) >= self._capacity:
             raise Rejected(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{capacity} adapters are loaded, as many as --max-cpu-loras allows; unload one first",
+                f"{self._capacity} adapters are loaded, as many as --max-cpu-loras allows; unload one first",
                 field="adapter",
-                limit=capacity,
+                limit=self._capacity,
             )
         request = self._requests[lora.name] = self._new_request(lora)
         added = False
