@@ -10,6 +10,7 @@ import uuid
 from openengine.v1 import discovery_pb2, generate_pb2, inputs_pb2, lifecycle_pb2
 from openengine_adapters.core.errors import EngineFailure, Rejected
 from openengine_adapters.core.lifecycle import Lifecycle, Phase
+from openengine_adapters.core.tasks import probe
 from openengine_adapters.core.validation import check_model
 from openengine_adapters.engine import Engine, EngineDescription, GenerateCall, HandsOffKv
 
@@ -71,24 +72,32 @@ class Health:
 
     async def _run_probe(self, description: EngineDescription) -> lifecycle_pb2.HealthCheck:
         check = lifecycle_pb2.HealthCheck(name="inference_probe", state=lifecycle_pb2.HEALTH_STATE_NOT_READY)
-        if description.generation is None or description.role == discovery_pb2.ENGINE_ROLE_DECODE:
-            # Without a session there is nothing that a decode engine could be asked.
-            check.state = _STATES[self._lifecycle.phase]
-            check.message = "this role or model has no minimal inference; the engine answers its own check"
-            return check
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._infer(description)
+                if not await self._infer(description):
+                    check.message = (
+                        "this role or model has no minimal inference; the engine answers its own check"
+                    )
         except TimeoutError:
-            check.message = f"no token within {self._timeout_s:g} s"
+            check.message = f"no answer within {self._timeout_s:g} s"
         except (EngineFailure, Rejected) as failure:
             check.message = str(failure)
         else:
             check.state = _STATES[self._lifecycle.phase]
         return check
 
-    async def _infer(self, description: EngineDescription) -> None:
-        """One token from one id: the smallest request that passes through the whole engine."""
+    async def _infer(self, description: EngineDescription) -> bool:
+        """The smallest request that passes through the whole engine; False when there is none."""
+        if description.generation is None:
+            return await probe(self._engine, description)
+        if description.role == discovery_pb2.ENGINE_ROLE_DECODE:
+            # Without a session there is nothing that it could be asked.
+            return False
+        await self._generate(description)
+        return True
+
+    async def _generate(self, description: EngineDescription) -> None:
+        """One token from one id."""
         request = generate_pb2.GenerateRequest(
             request_id="health-probe",
             model=description.model_id,

@@ -1,4 +1,4 @@
-"""Bounds for images, checked before anything is decoded (MEDIA-02).
+"""Images out of their files, within bounds that are checked before anything is decoded (MEDIA-02).
 
 Pillow is imported only when there is an image to look at; the engines that take images bring it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from typing import Any
 
 from openengine_adapters.core.errors import invalid
 from openengine_adapters.engine import Media
@@ -32,6 +33,8 @@ def check_images(images: Iterable[Media]) -> None:
                 width, height = opened.size
         except UnidentifiedImageError:
             raise invalid(image.field, f"is no image in one of the formats {', '.join(FORMATS)}") from None
+        except Image.DecompressionBombError:
+            raise invalid(image.field, f"is larger than {MAX_PIXELS} pixels", limit=MAX_PIXELS) from None
         except Exception as error:
             # Pillow's readers raise nearly anything for a broken header.
             raise invalid(image.field, f"cannot be read as an image ({type(error).__name__})") from error
@@ -43,3 +46,19 @@ def check_images(images: Iterable[Media]) -> None:
                 limit=MAX_PIXELS,
                 value=width * height,
             )
+
+
+def decode_image(image: Media) -> Any:
+    """Return a Pillow image with all its pixels, of one whose header was checked. Raises `Rejected`.
+
+    Of an animation it is the first frame.
+    """
+    from PIL import Image
+
+    try:
+        opened = Image.open(io.BytesIO(image.data), formats=FORMATS)
+        opened.load()
+    except Exception as error:
+        # As above, and a reader asked again for what it could not decode gives black pixels instead.
+        raise invalid(image.field, f"cannot be decoded ({type(error).__name__})") from error
+    return opened

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 
 import grpc
 
-from openengine.v1 import errors_pb2, tasks_pb2
+from openengine.v1 import errors_pb2, inputs_pb2, tasks_pb2
 from openengine_adapters.core import task_outputs, task_validation
 from openengine_adapters.core.batches import run_batch
 from openengine_adapters.core.errors import EngineFailure, Rejected
@@ -32,6 +33,7 @@ from openengine_adapters.engine import (
     Media,
     Scores,
     TaskCall,
+    TaskSupport,
     Tensor,
 )
 
@@ -158,6 +160,37 @@ class Tasks:
                 raise _ended_outside(active, active.failure) from None
             except EngineFailure as failure:
                 raise _ended_outside(active, active.failure or failure) from failure
+
+
+async def probe(engine: Engine, description: EngineDescription) -> bool:
+    """Run the smallest task that the model serves (HEALTH-02); False when it serves none."""
+    call = TaskCall(id=uuid.uuid4().hex, place="health-probe")
+    if description.embed is not None and isinstance(engine, Embeds):
+        support = description.embed
+        embedding = tasks_pb2.EmbedOptions(granularity=support.granularities[0])
+        await engine.embed(call, _smallest("probe", support, description), embedding)
+    elif description.classify is not None and isinstance(engine, Classifies):
+        support = description.classify
+        classification = tasks_pb2.ClassifyOptions(granularity=support.granularities[0])
+        await engine.classify(call, _smallest("probe", support, description), classification)
+    elif description.score is not None and description.score.native_scoring and isinstance(engine, Scores):
+        support = description.score
+        group = tasks_pb2.ScoreGroup(
+            group_id="probe",
+            query=_smallest("query", support, description),
+            candidates=[_smallest("candidate", support, description)],
+        )
+        await engine.score(call, group, tasks_pb2.ScoreOptions(granularity=support.granularities[0]))
+    else:
+        return False
+    return True
+
+
+def _smallest(item_id: str, support: TaskSupport, description: EngineDescription) -> tasks_pb2.TaskInput:
+    if tasks_pb2.TASK_INPUT_TYPE_TOKEN_IDS in support.input_types:
+        ids = inputs_pb2.TokenIds(ids=[min(1, description.vocab_size - 1)])
+        return tasks_pb2.TaskInput(item_id=item_id, token_ids=ids)
+    return tasks_pb2.TaskInput(item_id=item_id, text="a")
 
 
 def _ended_outside(active: ActiveRequest, failure: EngineFailure) -> Rejected:

@@ -10,13 +10,14 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.model_loader import get_model_cls
-from vllm.multimodal.media import ImageMediaIO
+from vllm.multimodal.image import convert_image_mode, normalize_image
+from vllm.multimodal.media import ImageMediaIO, MediaWithBytes
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from openengine.v1 import inputs_pb2
-from openengine_adapters.core.errors import Rejected, invalid
-from openengine_adapters.core.images import check_images
+from openengine_adapters.core.errors import invalid
+from openengine_adapters.core.images import check_images, decode_image
 from openengine_adapters.engine import Media
 
 log = logging.getLogger(__name__)
@@ -103,16 +104,15 @@ class Prompts:
         return rendered
 
     def _decode(self, media: Sequence[Media]) -> list[Any]:
+        """What vLLM's own reader makes of the files, less its patience with broken ones."""
         check_images(media)
+        mode, background = self._reader.image_mode, self._reader.rgba_background_color
         images = []
         for one in media:
-            try:
-                images.append(self._reader.load_bytes(one.data))
-            except Rejected:
-                raise
-            except Exception as error:
-                # Pillow's decoders raise nearly anything for broken data.
-                raise invalid(one.field, f"cannot be decoded ({type(error).__name__})") from error
+            decoded = normalize_image(decode_image(one))
+            image = decoded if mode is None else convert_image_mode(decoded, mode, background)
+            changed = {"image_mode": mode, "rgba_background_color": background}
+            images.append(MediaWithBytes(image, one.data, None if image is decoded else changed))
         return images
 
     def _placeholders(self, count: int) -> str:

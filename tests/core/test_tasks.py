@@ -23,6 +23,7 @@ from tests.core.task_engine import (
     SEQUENCE,
     SOFTMAX,
     SPARSE,
+    SUPPORT,
     TOKEN,
     TaskEngine,
 )
@@ -403,3 +404,22 @@ async def test_unload_waits_for_a_task_that_uses_the_adapter(tasks: Served) -> N
     await soon(waiting)
     code, _ = await tasks.refused(tasks.stub.Embed(a_request("Embed", lora_name="adapter")))
     assert code is Code.NOT_FOUND
+
+
+@pytest.mark.parametrize("task", TASKS)
+async def test_the_probe_of_a_model_that_does_not_generate(task: str) -> None:
+    """HEALTH-02: the smallest request of a task that it serves."""
+    support = {name.lower(): SUPPORT if name == task else None for name in TASKS}
+    async with serve(TaskEngine(None, generation=None, **support)) as served:
+        request = lifecycle_pb2.HealthRequest(include_inference_probe=True)
+        engine = engine_of(served)
+        for failure, state in (
+            (None, lifecycle_pb2.HEALTH_STATE_READY),
+            (EngineFailure("broke"), lifecycle_pb2.HEALTH_STATE_NOT_READY),
+        ):
+            if failure is not None:
+                engine.failures.update({"probe": failure, "candidate": failure})
+            response = await soon(served.stub.Health(request))
+            (check,) = [check for check in response.checks if check.name == "inference_probe"]
+            assert check.state == state
+        assert len(engine.seen) == 2
