@@ -72,8 +72,9 @@ def model(name: str) -> Path:
     """The folder of a model, built first when it is missing."""
     folder = cpu_env.models_dir() / name
     if not folder.is_dir():
-        script = REPOSITORY / "scripts" / "setup" / "build_task_models.py"
-        subprocess.run([sys.executable, str(script), name], check=True, timeout=300)
+        script, *named = ("build_lora_adapters.py",) if name == ADAPTER else ("build_task_models.py", name)
+        path = REPOSITORY / "scripts" / "setup" / script
+        subprocess.run([sys.executable, str(path), *named], check=True, timeout=300)
     return folder
 
 

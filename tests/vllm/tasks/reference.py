@@ -102,7 +102,7 @@ def rerank(model: str, prompts: list[str]) -> Answer:
 
 
 def see(model: str, prompt: str, images: list[str], count: int) -> Answer:
-    """Greedy ids after a prompt with one image each, their log-probabilities, and the last hidden state."""
+    """Greedy ids after a prompt with one image each, their log-probabilities, the last hidden state, the prompt."""
     from PIL import Image
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -128,7 +128,10 @@ def see(model: str, prompt: str, images: list[str], count: int) -> Answer:
             logprobs.append(float(scores.max()))
             inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([[ids[-1]]])], 1)
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        answers.append({"ids": ids, "logprobs": logprobs, "embedding": embedding.tolist()})
+        prompt_ids = processor.tokenizer(prompt)["input_ids"]
+        answers.append(
+            {"prompt": prompt_ids, "ids": ids, "logprobs": logprobs, "embedding": embedding.tolist()}
+        )
     return answers
 
 
