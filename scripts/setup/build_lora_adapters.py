@@ -26,10 +26,11 @@ EVERYWHERE: Final = "tiny-llama-lora-everywhere"
 """Rank 8, with its own scaling, on every linear layer."""
 
 _TARGETS: Final = {
-    ATTENTION: (4, 8, ["q_proj", "v_proj"]),
+    ATTENTION: (4, 8, 1.0, ["q_proj", "v_proj"]),
     EVERYWHERE: (
         8,
         4,
+        0.3,
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     ),
 }
@@ -40,16 +41,17 @@ def _build(name: str, folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    rank, alpha, targets = _TARGETS[name]
+    rank, alpha, strength, targets = _TARGETS[name]
     base = AutoModelForCausalLM.from_pretrained(build_models.build(TINY_LLAMA), dtype=torch.float32)
     torch.manual_seed(rank)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     adapted = get_peft_model(base, config)
     for key, weight in adapted.named_parameters():
         if "lora_B" in key:  # PEFT starts with zeros, which change nothing
-            torch.nn.init.normal_(weight, std=0.3)
+            torch.nn.init.normal_(weight, std=strength)
     adapted.save_pretrained(folder)
-    # Where the base model lay on this machine is nobody's business.
+    # A card with advice for a model hub, and where the base model lay on this machine, are nobody's business.
+    (folder / "README.md").unlink()
     settings = folder / "adapter_config.json"
     settings.write_text(settings.read_text().replace(str(models_dir() / TINY_LLAMA), TINY_LLAMA))
 

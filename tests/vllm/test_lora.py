@@ -150,7 +150,7 @@ def weights(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
     from safetensors.torch import load_file, save_file
 
     file = folder / "adapter_model.safetensors"
-    save_file({name: weight.contiguous() for name, weight in change(load_file(file)).items()}, file)
+    save_file({name: weight.clone() for name, weight in change(load_file(file)).items()}, file)
 
 
 def narrow(folder: Path) -> None:
