@@ -85,7 +85,7 @@ async def strike(target: str, victim: psutil.Process, blow: signal.Signals) -> l
     struck = 0.0
 
     async def last(call: Any) -> tuple[Any, float]:
-        responses = []
+        responses: list[generate_pb2.GenerateResponse] = []
         async for response in call:
             if not responses:
                 running.put_nowait(None)
