@@ -47,7 +47,7 @@ test-fast: venv-dev ## the tests that need no engine, under a minute
 	$(DEV)/python -m pytest tests --ignore=tests/vllm --ignore=tests/sglang $(ARGS)
 
 # What needs more models than the set-up makes so far; they join with it.
-VLLM_LATER := --ignore=tests/vllm/tasks --ignore=tests/vllm/test_lora.py
+VLLM_LATER := --ignore=tests/vllm/tasks
 
 .PHONY: test-vllm
 test-vllm: models-vllm ## the tests against the real vLLM
@@ -110,9 +110,11 @@ models-reference:
 models-vllm: venv-vllm
 	@.venv/vllm/bin/python scripts/setup/build_models.py
 	@.venv/vllm/bin/python scripts/setup/build_task_models.py
+	@.venv/vllm/bin/python scripts/setup/build_lora_adapters.py
 
 models-sglang: venv-sglang
 	@PYTHONPATH=tests/support/sglang_cpu .venv/sglang/bin/python scripts/setup/build_models.py
+	@PYTHONPATH=tests/support/sglang_cpu .venv/sglang/bin/python scripts/setup/build_lora_adapters.py
 
 .PHONY: clean
 clean: ## remove all that was made in this folder (the models in the cache folder stay)
