@@ -14,6 +14,7 @@ SHELL_SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/*/*.sh docker/*.sh depl
 # its adapter is complete.
 STAGES := lint
 STAGES += test-fast
+STAGES += test-mutants
 STAGES += $(if $(wildcard tests/vllm),test-vllm)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference)
@@ -24,6 +25,9 @@ endif
 # What `make lint` runs.
 LINTS := lint-ruff lint-format lint-types lint-bindings lint-shell
 LINTS += $(if $(wildcard scripts/lint_proto.sh),lint-proto)
+
+MUTANTS := tests/conformance/test_mutants.py
+SLOW := $(wildcard tests/engines tests/sglang tests/vllm) $(MUTANTS)
 
 # More arguments for pytest, the conformance suite or the benchmarks: make test-vllm ARGS='-k stop'
 ARGS ?=
@@ -44,7 +48,11 @@ test: ## everything: lint, all tests, conformance
 
 .PHONY: test-fast
 test-fast: venv-dev ## the tests that need no engine, under a minute
-	$(DEV)/python -m pytest tests --ignore=tests/vllm --ignore=tests/sglang $(ARGS)
+	$(DEV)/python -m pytest tests $(SLOW:%=--ignore=%) $(ARGS)
+
+.PHONY: test-mutants
+test-mutants: venv-dev ## that the suite catches every broken server, minutes
+	$(DEV)/python -m pytest $(MUTANTS) $(ARGS)
 
 # What needs more models than the set-up makes so far; they join with it.
 VLLM_LATER := --ignore=tests/vllm/tasks

@@ -43,7 +43,7 @@ class Status:
 
 
 class Hang:
-    """A call that does not go on; it notes when it is cancelled."""
+    """A call that does not go on; the server notes when it is cancelled."""
 
 
 HANG = Hang()
@@ -77,19 +77,22 @@ class FakeServer:
         script = self.answers.get(rpc, Status(grpc.StatusCode.UNIMPLEMENTED, f"{rpc} is not scripted"))
         if callable(script):
             script = script(request)
-        for step in script if isinstance(script, list) else [script]:
-            if isinstance(step, Status):
-                await context.abort(step.code, step.message)
-            elif isinstance(step, float):
-                await asyncio.sleep(step)
-            elif isinstance(step, Hang):
-                try:
+        steps = script if isinstance(script, list) else [script]
+        try:
+            for step in steps:
+                if isinstance(step, Status):
+                    await context.abort(step.code, step.message)
+                elif isinstance(step, float):
+                    await asyncio.sleep(step)
+                elif isinstance(step, Hang):
                     await asyncio.sleep(60)
-                except asyncio.CancelledError:
-                    self.cancelled.set()
-                    raise
-            else:
-                yield step
+                else:
+                    yield step
+        except (asyncio.CancelledError, GeneratorExit):
+            # A quick client cancels while the response before the hang is still being written.
+            if any(isinstance(step, Hang) for step in steps):
+                self.cancelled.set()
+            raise
 
 
 def _servicer(fake: FakeServer) -> service_pb2_grpc.OpenEngineServicer:
