@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -70,6 +71,22 @@ class _Launch:
     async def run(self) -> int:
         if self._options.print_capabilities:
             return await self._print_capabilities()
+        with self._metrics():
+            return await self._run()
+
+    def _metrics(self) -> contextlib.AbstractContextManager[object]:
+        port = self._options.metrics_port
+        if port is None:
+            return contextlib.nullcontext()
+        try:
+            from openengine_adapters import metrics
+        except ImportError:
+            raise StartupError(
+                f"--metrics-port {port} needs prometheus-client: pip install 'openengine-adapters[metrics]'"
+            ) from None
+        return metrics.serving(self._options.host, port, self._servicer.kv.stats)
+
+    async def _run(self) -> int:
         self._take_signals()
         try:
             port = await self._server.start()

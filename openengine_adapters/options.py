@@ -31,6 +31,7 @@ class ServerOptions:
     kv_events: bool
     kv_source: str
     kv_hash_encoding: str
+    metrics_port: int | None
     stall_timeout: float
     hang_timeout: float
     drain_grace: float
@@ -77,6 +78,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-hash-encoding", choices=tuple(HASH_ENCODERS), default="native",
         help="block hashes as the engine has them, or numbers as ASCII decimals (default: native)",
+    )  # fmt: skip
+    group.add_argument(
+        "--metrics-port", type=_port, metavar="PORT",
+        help="serve Prometheus metrics of the KV events over HTTP, on the same host (default: off)",
     )  # fmt: skip
     group.add_argument(
         "--stall-timeout", type=_seconds, default=30.0, metavar="S",
@@ -132,6 +137,7 @@ def server_options(parsed: argparse.Namespace) -> ServerOptions:
         kv_events=parsed.kv_events,
         kv_source=parsed.kv_source,
         kv_hash_encoding=parsed.kv_hash_encoding,
+        metrics_port=parsed.metrics_port,
         stall_timeout=parsed.stall_timeout,
         hang_timeout=parsed.hang_timeout,
         drain_grace=parsed.drain_grace,
