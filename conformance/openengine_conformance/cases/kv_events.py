@@ -62,18 +62,20 @@ def _stored(batches: Iterable[kv_pb2.KvEventBatch]) -> list[kv_pb2.BlockStored]:
     return [event.block_stored for event in events if event.HasField("block_stored")]
 
 
-def _content(batches: Iterable[kv_pb2.KvEventBatch]) -> Counter[bytes]:
-    """The hashes that are cached after these batches, with the number of their copies."""
-    cached: Counter[bytes] = Counter()
-    for event in (event for batch in batches for event in batch.events):
-        match event.WhichOneof("event"):
-            case "block_stored":
-                cached.update(block.value for block in event.block_stored.block_hashes)
-            case "block_removed":
-                cached.subtract(block.value for block in event.block_removed.block_hashes)
-            case "all_blocks_cleared":
-                cached.clear()
-    return Counter({value: count for value, count in cached.items() if count > 0})
+def _content(batches: Iterable[kv_pb2.KvEventBatch]) -> Counter[tuple[int, bytes]]:
+    """The ranks and hashes that are cached after these batches, with the number of their copies."""
+    cached: Counter[tuple[int, bytes]] = Counter()
+    for batch in batches:
+        rank = batch.data_parallel_rank
+        for event in batch.events:
+            match event.WhichOneof("event"):
+                case "block_stored":
+                    cached.update((rank, block.value) for block in event.block_stored.block_hashes)
+                case "block_removed":
+                    cached.subtract((rank, block.value) for block in event.block_removed.block_hashes)
+                case "all_blocks_cleared":
+                    cached = Counter({key: count for key, count in cached.items() if key[0] != rank})
+    return Counter({key: count for key, count in cached.items() if count > 0})
 
 
 def _expect_consecutive(batches: Iterable[kv_pb2.KvEventBatch], after: dict[int, int] | None = None) -> None:
@@ -320,8 +322,8 @@ async def snapshot_equals_history(ctx: Context) -> None:
     snapshot_blocks, history_blocks = _content(content[:1]), _content(batches)
     missing = set(history_blocks) - set(snapshot_blocks)
     expect(not missing, f"the snapshot lacks {len(missing)} of {len(history_blocks)} blocks of the history")
-    stored_once = {value for value in snapshot_blocks if value not in history_blocks}
-    stored_ever = {block.value for event in _stored(batches) for block in event.block_hashes}
+    stored_once = set(snapshot_blocks) - set(history_blocks)
+    stored_ever = {(rank, block.value) for event in _stored(batches) for block in event.block_hashes}
     removed = stored_once & stored_ever
     expect(not removed, f"the snapshot still holds {len(removed)} blocks that the history removed")
 
