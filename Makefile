@@ -54,12 +54,9 @@ test-fast: venv-dev ## the tests that need no engine, under a minute
 test-mutants: venv-dev ## that the suite catches every broken server, minutes
 	$(DEV)/python -m pytest $(MUTANTS) $(ARGS)
 
-# What needs more models than the set-up makes so far; they join with it.
-VLLM_LATER := --ignore=tests/vllm/tasks
-
 .PHONY: test-vllm
 test-vllm: models-vllm ## the tests against the real vLLM
-	.venv/vllm/bin/python -m pytest tests/vllm $(VLLM_LATER) $(ARGS)
+	.venv/vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 .PHONY: test-sglang
 test-sglang: models-sglang ## the tests against the real SGLang
