@@ -1,0 +1,81 @@
+"""Hand-off parameters in a session's Struct, and what makes two of them the same (PD-01, PD-02, PD-07)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf import struct_pb2
+
+from openengine.v1 import inputs_pb2, kv_pb2
+from openengine_adapters.engine import Lora, Media
+
+EXACT = 2**53
+"""A Struct's numbers are doubles, which hold every whole number up to here."""
+
+
+def to_struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
+    """Put parameters into a Struct; whole numbers that a double cannot hold become decimal strings."""
+    struct = struct_pb2.Struct()
+    struct.update({name: _exact(value) for name, value in values.items()})
+    return struct
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) > EXACT:
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _exact(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_exact(item) for item in value]
+    return value
+
+
+def from_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
+    """Take parameters out of a Struct; doubles that are whole become integers again."""
+    return {name: _plain(value) for name, value in struct.fields.items()}
+
+
+def _plain(value: struct_pb2.Value) -> Any:
+    match value.WhichOneof("kind"):
+        case "number_value":
+            number = value.number_value
+            return int(number) if number.is_integer() else number
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case "struct_value":
+            return from_struct(value.struct_value)
+        case "list_value":
+            return [_plain(item) for item in value.list_value.values]
+    return None
+
+
+def content_digest(token_ids: Sequence[int], lora: Lora | None, media: Sequence[Media] = ()) -> str:
+    """What decides a prompt's KV blocks: its tokens, its media and its adapter.
+
+    The cache salt is not among them: it says who may share blocks, not what is in them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    parts = [json.dumps([*token_ids]), "" if lora is None else lora.name]
+    for item in media:
+        parts += [inputs_pb2.Modality.Name(item.modality), hashlib.blake2b(item.data).hexdigest()]
+    for part in parts:
+        digest.update(f"{len(part)}:{part}".encode())
+    return digest.hexdigest()
+
+
+def checksum(session: kv_pb2.KvSessionRef, content: str) -> str:
+    """Tell a session as the prefill server issued it, with the prompt that it was issued for, from any other."""
+    told = [
+        session.session_id,
+        session.transfer_backend,
+        [[endpoint.host, endpoint.port, endpoint.protocol] for endpoint in session.endpoints],
+        session.dp_rank,
+        from_struct(session.attributes_struct),
+        content,
+    ]
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,36 @@
+"""What the operator wants of a disaggregated server, and what its role leaves of an engine's abilities."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from openengine.v1 import discovery_pb2
+from openengine_adapters.engine import EngineDescription, KvConnector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOffWanted:
+    """The command line's part: `--role`, and where decode servers ask for sessions (port 0 for a free one)."""
+
+    role: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+def in_role(
+    description: EngineDescription, role: discovery_pb2.EngineRole.ValueType, connector: KvConnector
+) -> EngineDescription:
+    """The description of an engine that only prefills or only decodes.
+
+    A prefill engine emits no tokens, and a decode engine does not compute the prompt: what the other one does is
+    not offered here, so that a caller learns from discovery which leg to ask (MODEL-07).
+    """
+    generation = description.generation
+    if generation is not None and role == discovery_pb2.ENGINE_ROLE_PREFILL:
+        generation = dataclasses.replace(
+            generation, output_logprobs=None, guided_modes=frozenset(), max_num_sequences=1
+        )
+    elif generation is not None and role == discovery_pb2.ENGINE_ROLE_DECODE:
+        generation = dataclasses.replace(generation, prompt_logprobs=None)
+    return dataclasses.replace(description, role=role, kv_connector=connector, generation=generation)

@@ -1,0 +1,134 @@
+"""The sessions that a prefill server holds, from PrefillReady to their end (PD-04)."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 16384
+"""Ended ids kept, so that aborting one again is no error; the oldest goes first."""
+
+Held = TypeVar("Held")
+
+
+class End(enum.Enum):
+    """How a session ended."""
+
+    FETCHED = "fetched"  # the decode engine has the blocks
+    RELEASED = "released"  # aborted, or its client went away
+    EXPIRED = "expired"  # no decode server came in time
+    ABANDONED = "abandoned"  # the decode server that came went away without the blocks
+
+
+class Attach(enum.Enum):
+    """What a decode server that wants to attach is told."""
+
+    ATTACHED = "attached"
+    GONE = "gone"
+    TAKEN = "taken"
+    CHANGED = "changed"
+
+
+@dataclass(slots=True)
+class _Session(Generic[Held]):
+    checksum: str
+    call_id: str
+    held: Held
+    expiry: asyncio.TimerHandle
+    detach: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class SessionTable(Generic[Held]):
+    """Open sessions by id. `held` is whatever the adapter needs to free one.
+
+    One that no decode server attaches to within `ttl` seconds ends by itself. `on_end` hears of every end, and
+    frees the engine's side of it; it runs in a task that the table owns.
+    """
+
+    ttl: float
+    on_end: Callable[[Held, End], Awaitable[None]]
+    _open: dict[str, _Session[Held]] = field(default_factory=dict)
+    _by_call: dict[str, str] = field(default_factory=dict)
+    _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, session_id: str, checksum: str, call_id: str, held: Held) -> None:
+        """Hold a session for the decode server that will come with this checksum."""
+        expiry = asyncio.get_running_loop().call_later(self.ttl, self.end, session_id, End.EXPIRED)
+        self._open[session_id] = _Session(checksum, call_id, held, expiry)
+        self._by_call[call_id] = session_id
+
+    def attach(self, session_id: str, checksum: str, detach: Callable[[], None]) -> Attach:
+        """Hand a session to a decode server. From then on it no longer expires, but ends when that server leaves.
+
+        `detach` is called when the session ends, to send the server away if it is still there.
+        """
+        session = self._open.get(session_id)
+        if session is None:
+            return Attach.GONE
+        if session.checksum != checksum:
+            return Attach.CHANGED
+        if session.detach is not None:
+            return Attach.TAKEN
+        session.detach = detach
+        session.expiry.cancel()
+        return Attach.ATTACHED
+
+    def end(self, session_id: str, how: End) -> bool | None:
+        """End a session: True when it was open, False when it had ended, None when it is unknown."""
+        session = self._open.pop(session_id, None)
+        if session is None:
+            return False if session_id in self._ended else None
+        session.expiry.cancel()
+        if session.detach is not None:
+            session.detach()
+        self._by_call.pop(session.call_id, None)
+        self._ended[session_id] = None
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        task = asyncio.get_running_loop().create_task(self._free(session.held, how), name="session-end")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return True
+
+    def end_call(self, call_id: str) -> None:
+        """End the session of a call whose client never got to know it."""
+        if (session_id := self._by_call.get(call_id)) is not None:
+            self.end(session_id, End.RELEASED)
+
+    def end_all(self) -> None:
+        """End every session that no decode server is attached to."""
+        for session_id in [key for key, session in self._open.items() if session.detach is None]:
+            self.end(session_id, End.RELEASED)
+
+    async def settled(self) -> None:
+        """Wait until the engine's side of every ended session is freed."""
+        await asyncio.gather(*self._ending)
+
+    async def close(self) -> None:
+        """Forget all sessions; the engine stops, and with it whatever it holds."""
+        for session in self._open.values():
+            session.expiry.cancel()
+        self._open.clear()
+        self._by_call.clear()
+        for task in list(self._ending):
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def _free(self, held: Held, how: End) -> None:
+        try:
+            await self.on_end(held, how)
+        except Exception:
+            # The engine's own lease frees it later.
+            log.warning("a session's blocks could not be freed at once", exc_info=True)
