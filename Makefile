@@ -18,7 +18,7 @@ STAGES += test-mutants
 STAGES += $(if $(wildcard tests/vllm),test-vllm)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference)
-STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm)
+STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm conformance-vllm-lora)
 STAGES += $(if $(wildcard openengine_adapters/sglang/__main__.py),conformance-sglang)
 endif
 
@@ -63,11 +63,15 @@ test-sglang: models-sglang ## the tests against the real SGLang
 	.venv/sglang/bin/python -m pytest tests/sglang $(ARGS)
 
 .PHONY: conformance
-conformance: conformance-$(ENGINE) ## the suite against ENGINE=reference|vllm|sglang
+conformance: conformance-$(ENGINE) $(if $(filter vllm,$(ENGINE)),conformance-$(ENGINE)-lora) ## the suite against ENGINE=reference|vllm|sglang
 
 .PHONY: conformance-reference conformance-vllm conformance-sglang
 conformance-reference conformance-vllm conformance-sglang: conformance-%: venv-dev models-%
 	$(DEV)/python scripts/setup/conformance.py $* $(ARGS)
+
+.PHONY: conformance-vllm-lora
+conformance-vllm-lora: conformance-%-lora: venv-dev models-%
+	$(DEV)/python scripts/setup/conformance.py $* --with-lora $(ARGS)
 
 .PHONY: bench
 bench: models-vllm ## measure what the adapter costs per token

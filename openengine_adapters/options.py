@@ -6,7 +6,7 @@ import argparse
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from openengine_adapters.core.capabilities import DEFAULT_SCHEMA_RELEASE, check_schema_release
@@ -14,6 +14,7 @@ from openengine_adapters.core.fetch import HostRule
 from openengine_adapters.core.kv.discovery import SOURCES, is_wildcard
 from openengine_adapters.core.kv.messages import HASH_ENCODERS
 from openengine_adapters.core.media import MediaPolicy
+from openengine_adapters.engine import Lora, StartupError
 
 ROLES = ("aggregated", "prefill", "decode")
 
@@ -159,6 +160,27 @@ def parse(arguments: Sequence[str]) -> ServerOptions:
     parser = argparse.ArgumentParser(prog=os.path.basename("openengine"), allow_abbrev=False)
     add_server_options(parser)
     return server_options(parser.parse_args(arguments))
+
+
+def lora_argument(text: str) -> tuple[str, str]:
+    """The name and the absolute directory of an adapter given as NAME=PATH, for argparse."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, os.path.abspath(path)
+
+
+def number_loras(given: Iterable[tuple[str, str]]) -> tuple[Lora, ...]:
+    """The adapters given at start, their ids counted from 1 in this order (LORA-06).
+
+    Raises `StartupError` for a name or a directory that is given twice (LORA-03).
+    """
+    loras = tuple(Lora(number, name, path) for number, (name, path) in enumerate(given, start=1))
+    for what, values in (("name", [lora.name for lora in loras]), ("path", [lora.path for lora in loras])):
+        twice = sorted({value for value in values if values.count(value) > 1})
+        if twice:
+            raise StartupError(f"two adapters have the {what} {twice[0]!r}; give each one once")
+    return loras
 
 
 def _port(text: str) -> int:

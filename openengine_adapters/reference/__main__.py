@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from unittest import mock
 
 from openengine.v1 import discovery_pb2
 from openengine_adapters import launcher
-from openengine_adapters.engine import Lora
+from openengine_adapters.engine import StartupError
 from openengine_adapters.launcher import launch
-from openengine_adapters.options import add_server_options, server_options
+from openengine_adapters.options import (
+    add_server_options,
+    lora_argument,
+    number_loras,
+    server_options,
+)
 from openengine_adapters.reference.engine import ReferenceEngine
 from openengine_adapters.reference.mutants import MUTANTS
 from openengine_adapters.reference.settings import MODEL_ID, Faults, Settings
@@ -57,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--data-parallel-size", type=_at_least(1), default=1, metavar="N", help="number of ranks"
     )
     engine.add_argument("--enable-lora", action=argparse.BooleanOptionalAction, default=True)
-    engine.add_argument("--lora", type=_lora, action="append", default=[], metavar="NAME=PATH")
+    engine.add_argument("--lora", type=lora_argument, action="append", default=[], metavar="NAME=PATH")
     engine.add_argument(
         "--session-ttl", type=_number, default=30.0, metavar="S", help="life of a prefilled session"
     )
@@ -92,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _list_mutants()
     try:
         settings = _settings(parsed)
-    except ValueError as error:
+    except (StartupError, ValueError) as error:
         parser.error(str(error))
     if not parsed.mutant:
         return launch(lambda: ReferenceEngine(settings), server_options(parsed))
@@ -132,7 +136,7 @@ def _settings(parsed: argparse.Namespace) -> Settings:
         data_parallel_size=parsed.data_parallel_size,
         kv_events=parsed.kv_events,
         lora=parsed.enable_lora,
-        loras=tuple(Lora(number, name, path) for number, (name, path) in enumerate(parsed.lora, start=1)),
+        loras=number_loras(parsed.lora),
         session_ttl=parsed.session_ttl,
         faults=Faults(fail_after=parsed.fail_after, die_after=parsed.die_after, hang_after=parsed.hang_after),
     )
@@ -153,13 +157,6 @@ def _number(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return value
-
-
-def _lora(text: str) -> tuple[str, str]:
-    name, sign, path = text.partition("=")
-    if not name or not sign or not path:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
-    return name, os.path.abspath(path)
 
 
 if __name__ == "__main__":

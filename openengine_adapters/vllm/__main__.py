@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from openengine_adapters.options import add_server_options, server_options
+from openengine_adapters.options import add_server_options, lora_argument, number_loras, server_options
 
 _EPILOG = """\
 Every other flag goes to vLLM, for example --max-model-len, --tensor-parallel-size, --enable-prefix-caching,
@@ -35,6 +35,10 @@ def _parser() -> argparse.ArgumentParser:
         "--score-template", type=_file, metavar="FILE",
         help="chat template with the roles query and document that Score renders for a reranker; instructions are "
         "taken when it uses the variable instruction (default: what the model itself brings)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lora-modules", type=lora_argument, nargs="+", default=[], metavar="NAME=PATH",
+        help="LoRA adapters to load at the start; they need vLLM's --enable-lora (default: none)",
     )  # fmt: skip
     parser.add_argument("--help-engine", action="store_true", help="list vLLM's own flags and exit")
     add_server_options(parser)
@@ -76,7 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from openengine_adapters.vllm.engine import VllmEngine
 
     kv_events = KvEventsWanted(options.kv_events, reachable=options.kv_source != "grpc")
-    return launch(lambda: VllmEngine.from_flags(parsed, kv_events, ours.score_template or ""), options)
+    return launch(
+        lambda: VllmEngine.from_flags(
+            parsed, kv_events, ours.score_template or "", number_loras(ours.lora_modules)
+        ),
+        options,
+    )
 
 
 if __name__ == "__main__":

@@ -73,11 +73,15 @@ class VllmEngine:
 
     @classmethod
     def from_flags(
-        cls, flags: Namespace, kv_events: KvEventsWanted | None = None, score_template: str = ""
+        cls,
+        flags: Namespace,
+        kv_events: KvEventsWanted | None = None,
+        score_template: str = "",
+        loras: Sequence[Lora] = (),
     ) -> VllmEngine:
         """Make an engine from vLLM's parsed flags. Raises `StartupError` when vLLM refuses them."""
         try:
-            return cls(AsyncEngineArgs.from_cli_args(flags), kv_events, score_template)
+            return cls(AsyncEngineArgs.from_cli_args(flags), kv_events, score_template, loras)
         except Exception as error:
             raise StartupError(f"vLLM does not take these flags: {_one_line(error)}") from error
 

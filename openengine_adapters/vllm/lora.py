@@ -19,23 +19,22 @@ import grpc
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.config.lora import LoRAConfig
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from openengine_adapters import adapter_files
+from openengine_adapters.core.answers import ask
 from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
 from openengine_adapters.core.validation import INT32_MAX
 from openengine_adapters.engine import Lora, StartupError
-from openengine_adapters.vllm import adapter_files
 
 log = logging.getLogger(__name__)
 
 CHANGE_S = 300.0
 """Seconds that vLLM may take for one change; large adapters come over slow file systems."""
-
-LOOK_S = 0.5
-"""Seconds between looks whether vLLM still lives: it forgets calls that were under way when it died."""
 
 Result = TypeVar("Result")
 
@@ -117,11 +116,20 @@ class LoraHost:
             raise invalid("adapter.source_path", f"vLLM refuses it: {_reason(error)}") from error
 
     def _check(self, path: str) -> None:
-        adapter_files.check(Path(path), self._shapes, self._config)
+        files = adapter_files.read(Path(path))
+        try:
+            settings = PEFTHelper.from_dict(dict(files.config))
+            settings.validate_legal(self._config)
+        except Exception as error:
+            raise adapter_files.unusable_config(error) from error
+        # What is no low-rank weight, such as a saved head, vLLM takes or refuses by itself.
+        adapter_files.check_layers(
+            files, lambda layer: int(settings.get_rank_and_scaling(layer)[0]), self._shapes
+        )
 
     @functools.cached_property
     def _shapes(self) -> adapter_files.Shapes | None:
-        return adapter_files.layer_shapes(self._llm.model_config)
+        return adapter_files.layer_shapes(self._llm.model_config.hf_config)
 
     def _new_request(self, lora: Lora) -> LoRARequest:
         """The caller's id where vLLM can hold it, and a path that is new for vLLM each time.
@@ -141,20 +149,14 @@ class LoraHost:
         return LoRARequest(lora.name, number, lora.path + mark)
 
     async def _ask(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for vLLM's answer, its death, or `CHANGE_S`."""
-        end = asyncio.get_running_loop().time() + CHANGE_S
-        answer = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
-                if self._llm.errored:
-                    raise EngineDied
-                if asyncio.get_running_loop().time() > end:
-                    raise EngineFailure(f"vLLM did not answer within {CHANGE_S:g} s", retryable=True)
-            return answer.result()
+            return await ask(call, self._check_alive, CHANGE_S)
         except EngineDeadError as error:
             raise EngineDied from error
-        finally:
-            answer.cancel()
+
+    def _check_alive(self) -> None:
+        if self._llm.errored:
+            raise EngineDied
 
 
 def _reason(error: BaseException) -> str:

@@ -17,17 +17,11 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.setup import build_models
-from tests.support.cpu_env import TINY_LLAMA, models_dir
-
-ATTENTION: Final = "tiny-llama-lora-attention"
-"""Rank 4 on the attention's queries and values."""
-
-EVERYWHERE: Final = "tiny-llama-lora-everywhere"
-"""Rank 8, with its own scaling, on every linear layer."""
+from tests.support.cpu_env import LORA_ATTENTION, LORA_EVERYWHERE, TINY_LLAMA, models_dir
 
 _TARGETS: Final = {
-    ATTENTION: (4, 8, 1.0, ["q_proj", "v_proj"]),
-    EVERYWHERE: (
+    LORA_ATTENTION: (4, 8, 1.0, ["q_proj", "v_proj"]),
+    LORA_EVERYWHERE: (
         8,
         4,
         0.3,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the conformance suite against one of our servers.
 
-Usage: conformance.py reference|vllm|sglang [suite option]...
+Usage: conformance.py reference|vllm|sglang [--with-lora] [suite option]...
+
+With --with-lora the server takes LoRA adapters, and the cases of LoRA run on two of ours.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.support import cpu_env
 from tests.support.server import ServerFailed, executable, serving
+
+WITH_LORA = "--with-lora"
 
 
 def main(arguments: list[str]) -> int:
@@ -21,10 +26,17 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     engine, *options = arguments
-    suite = executable("reference", "openengine-conformance")
+    suite = [executable("reference", "openengine-conformance")]
+    flags: list[str] = []
+    if WITH_LORA in options:
+        options.remove(WITH_LORA)
+        flags = cpu_env.lora_flags(engine)
+        suite += ["--area", "lora"]
+        for name in (cpu_env.LORA_ATTENTION, cpu_env.LORA_EVERYWHERE):
+            suite += ["--lora", str(cpu_env.model(name))]
     try:
-        with serving(engine) as server:
-            return subprocess.run([suite, "--target", server.target, *options], check=False).returncode
+        with serving(engine, flags=flags) as server:
+            return subprocess.run([*suite, "--target", server.target, *options], check=False).returncode
     except ServerFailed as error:
         print(f"conformance: {error}", file=sys.stderr)
         return 1

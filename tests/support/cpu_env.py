@@ -7,6 +7,7 @@ is imported, so that every virtual environment, and none, can use it.  As a scri
     python tests/support/cpu_env.py model tiny-llama       # the folder
     python tests/support/cpu_env.py env vllm               # NAME=value, one a line
     python tests/support/cpu_env.py flags vllm tiny-llama  # one word a line
+    python tests/support/cpu_env.py lora-flags vllm        # one word a line
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from typing import Final
 
 SMOLLM2: Final = "SmolLM2-135M-Instruct"
 TINY_LLAMA: Final = "tiny-llama"
+
+LORA_ATTENTION: Final = "tiny-llama-lora-attention"
+"""An adapter of the tiny Llama: rank 4 on the attention's queries and values."""
+
+LORA_EVERYWHERE: Final = "tiny-llama-lora-everywhere"
+"""Another one: rank 8, with its own scaling, on every linear layer."""
+
 ENGINES: Final = ("vllm", "sglang")
 
 SGLANG_STAND_INS: Final = Path(__file__).resolve().parent / "sglang_cpu"
@@ -105,6 +113,20 @@ def sglang_flags(name: str) -> list[str]:
     ]
 
 
+def lora_flags(engine: str) -> list[str]:
+    """More flags for an engine that serves the tiny Llama, to take the adapters of build_lora_adapters.py."""
+    ranks = ["--enable-lora", "--max-lora-rank", "8"]
+    if engine == "vllm":
+        return [*ranks, "--max-loras", "2", "--max-cpu-loras", "3"]
+    return [
+        *ranks,
+        *("--lora-target-modules", "all"),
+        *("--lora-backend", "torch_native"),
+        *("--max-loras-per-batch", "3"),  # requests without an adapter count as one
+        *("--max-loaded-loras", "3"),
+    ]
+
+
 def env(engine: str) -> dict[str, str]:
     """`vllm_env()` or `sglang_env()`."""
     return {"vllm": vllm_env, "sglang": sglang_env}[engine]()
@@ -127,6 +149,8 @@ def main(words: list[str]) -> int:
                 lines = [f"{key}={value}" for key, value in sorted(env(engine).items())]
             case ["flags", "vllm" | "sglang" as engine, name]:
                 lines = flags(engine, name)
+            case ["lora-flags", "vllm" | "sglang" as engine]:
+                lines = lora_flags(engine)
             case _:
                 print(__doc__, file=sys.stderr)
                 return 2

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import json
-import os
 import shutil
-import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,94 +13,51 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from openengine.v1 import generate_pb2, lora_pb2, model_pb2
+from openengine.v1 import lora_pb2, model_pb2
 from openengine_adapters.engine import Lora
 from tests.support import cpu_env
-from tests.support.server import REPOSITORY, executable
+from tests.support.cpu_env import LORA_ATTENTION, LORA_EVERYWHERE
+from tests.support.lora import (
+    LONG,
+    MISFITS,
+    PROMPTS,
+    Greedy,
+    adapter,
+    greedy,
+    listed,
+    load,
+    pickled,
+    reference,
+    same,
+    unload,
+)
 from tests.support.wire import PATIENCE_S, Answer, Wire, serving
 from tests.vllm.conftest import vllm_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ATTENTION, EVERYWHERE = "tiny-llama-lora-attention", "tiny-llama-lora-everywhere"
 STATIC = "given-at-start"
-TOKENS = 8
-PROMPTS = [list(range(100, 140)), [7, 8, 9]]
-LONG = generate_pb2.StoppingOptions(max_tokens=900, ignore_eos=True)
 Code = grpc.StatusCode
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def wire() -> AsyncIterator[Wire]:
     """The tiny Llama in float32, so that its numbers are PEFT's, with one adapter given at the start."""
-    flags = (
-        *("--dtype", "float32"),
-        "--enable-lora",
-        *("--max-loras", "2"),
-        *("--max-cpu-loras", "3"),
-        *("--max-lora-rank", "8"),
-    )
-    static = Lora(1, STATIC, str(cpu_env.model(ATTENTION)))
+    flags = ("--dtype", "float32", *cpu_env.lora_flags("vllm"))
+    static = Lora(1, STATIC, str(cpu_env.model(LORA_ATTENTION)))
     async with serving(vllm_engine(cpu_env.TINY_LLAMA, *flags, loras=[static])) as one:
         yield one
 
 
-@functools.cache
-def reference() -> dict[str, list[list[tuple[int, float]]]]:
-    """PEFT's answers, computed once, in another process."""
-    asked = {
-        "prompts": PROMPTS,
-        "tokens": TOKENS,
-        "adapters": {name: str(cpu_env.model(name)) for name in (ATTENTION, EVERYWHERE)},
-    }
-    done = subprocess.run(
-        [executable("vllm", "python"), "-m", "tests.vllm.peft_reference"],
-        input=json.dumps(asked),
-        env={**os.environ, **cpu_env.vllm_env()},
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
-    answer: dict[str, list[list[tuple[int, float]]]] = json.loads(done.stdout)
-    return answer
-
-
-def adapter(number: int, name: str, folder: Path) -> lora_pb2.LoraAdapter:
-    return lora_pb2.LoraAdapter(lora_id=number, lora_name=name, source_path=str(folder))
-
-
-async def load(wire: Wire, one: lora_pb2.LoraAdapter) -> lora_pb2.LoadLoraResponse:
-    request = lora_pb2.LoadLoraRequest(adapter=one)
-    answer: lora_pb2.LoadLoraResponse = await wire.stub.LoadLora(request, timeout=PATIENCE_S)
-    return answer
-
-
-async def unload(wire: Wire, name: str) -> None:
-    await wire.stub.UnloadLora(lora_pb2.UnloadLoraRequest(lora_name=name), timeout=PATIENCE_S)
+async def peft() -> dict[str, list[Greedy]]:
+    return await asyncio.to_thread(reference, "vllm")
 
 
 async def names(wire: Wire) -> list[str]:
     """The listed adapters; vLLM itself holds as many."""
-    answer = await wire.stub.ListLoras(lora_pb2.ListLorasRequest())
-    assert len(await wire.engine.llm.list_loras()) == len(answer.adapters)
-    return [one.lora_name for one in answer.adapters]
-
-
-async def greedy(wire: Wire, name: str, prompt: list[int]) -> Answer:
-    return await wire.generate(
-        prompt,
-        lora_name=name,
-        stopping=generate_pb2.StoppingOptions(max_tokens=TOKENS, ignore_eos=True),
-        response=generate_pb2.ResponseOptions(return_output_logprobs=True),
-    )
-
-
-def same(answer: Answer, expected: list[tuple[int, float]]) -> None:
-    assert answer.first.ids == [token for token, _ in expected]
-    logprobs = [token.logprob for token in answer.first.tokens]
-    assert logprobs == pytest.approx([logprob for _, logprob in expected], abs=2e-3)
+    found = await listed(wire)
+    assert len(await wire.engine.llm.list_loras()) == len(found)
+    return found
 
 
 async def test_lora_is_advertised_and_the_adapter_given_at_start_is_listed(wire: Wire) -> None:
@@ -124,12 +77,10 @@ async def test_without_lora_it_is_advertised_as_missing_and_a_name_is_refused(ti
 
 async def test_every_output_is_pefts_alone_and_in_one_batch(wire: Wire) -> None:
     """LORA-07; ids that do not fit into 32 bits are the caller's all the same."""
-    big = adapter(2**62, "everywhere", cpu_env.model(EVERYWHERE))
+    big = adapter(2**62, "everywhere", cpu_env.model(LORA_EVERYWHERE))
     assert (await load(wire, big)).adapter == big
-    served = {"": "", ATTENTION: STATIC, EVERYWHERE: "everywhere"}
-    expected = await asyncio.to_thread(reference)
-    outputs = {tuple(token for token, _ in expected[which][0]) for which in served}
-    assert len(outputs) == len(served)  # else the adapters would prove nothing
+    served = {"": "", LORA_ATTENTION: STATIC, LORA_EVERYWHERE: "everywhere"}
+    expected = await peft()
     for which, name in served.items():
         for prompt, best in zip(PROMPTS, expected[which], strict=True):
             same(await greedy(wire, name, prompt), best)
@@ -141,85 +92,11 @@ async def test_every_output_is_pefts_alone_and_in_one_batch(wire: Wire) -> None:
     assert await names(wire) == [STATIC]
 
 
-def settings(folder: Path, **changes: Any) -> None:
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def weights(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    file = folder / "adapter_model.safetensors"
-    save_file({name: weight.clone() for name, weight in change(load_file(file)).items()}, file)
-
-
-def narrow(folder: Path) -> None:
-    """An adapter for a model of half the width; vLLM would fill it up with zeros."""
-    weights(folder, lambda all_: {n: w[:, : w.shape[1] // 2] if "_A." in n else w for n, w in all_.items()})
-
-
-def wide(folder: Path) -> None:
-    weights(folder, lambda all_: {n: w.repeat(1, 2) if "_A." in n else w for n, w in all_.items()})
-
-
-def higher_rank_than_said(folder: Path) -> None:
-    def double(all_: dict[str, Any]) -> dict[str, Any]:
-        return {name: weight.repeat(*((4, 1) if "_A." in name else (1, 4))) for name, weight in all_.items()}
-
-    weights(folder, double)
-
-
-def deeper(folder: Path) -> None:
-    """An adapter for a model with more layers; vLLM would leave the rest out in silence."""
-    weights(folder, lambda all_: {**all_, **{n.replace(".1.", ".2."): w for n, w in all_.items()}})
-
-
-def one_sided(folder: Path) -> None:
-    weights(folder, lambda all_: {name: weight for name, weight in all_.items() if "lora_A" in name})
-
-
-def foreign(folder: Path) -> None:
-    weights(folder, lambda all_: {n.replace("q_proj", "c_attn"): w for n, w in all_.items()})
-
-
-def truncated(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def no_adapter(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-MISFITS: dict[str, Callable[[Path], object]] = {
-    "no config": lambda folder: (folder / "adapter_config.json").unlink(),
-    "no weights": lambda folder: (folder / "adapter_model.safetensors").unlink(),
-    "empty folder": no_adapter,
-    "config is no JSON": lambda folder: (folder / "adapter_config.json").write_text("{"),
-    "config is a list": lambda folder: (folder / "adapter_config.json").write_text("[]"),
-    "another method": lambda folder: settings(folder, peft_type="PREFIX_TUNING"),
-    "rank above the limit": lambda folder: settings(folder, r=64),
-    "rank is a word": lambda folder: settings(folder, r="four"),
-    "rank zero": lambda folder: settings(folder, r=0),
-    "not what vLLM serves": lambda folder: settings(folder, use_dora=True),
-    "weights are garbage": lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 999),
-    "weights are cut off": truncated,
-    "weights are none": lambda folder: weights(folder, lambda _: {}),
-    "too narrow": narrow,
-    "too wide": wide,
-    "higher rank than said": higher_rank_than_said,
-    "too deep": deeper,
-    "half of the weights": one_sided,
-    "unknown layers": foreign,
-}
-
-
 async def test_no_adapter_that_does_not_fit_reaches_the_engine(wire: Wire, tmp_path: Path) -> None:
     """LORA-08, GEN-10: each is refused with a reason, leaves nothing, and disturbs no running request."""
     running = await wire.accepted(lora_name=STATIC, stopping=LONG)
     for number, (what, spoil) in enumerate(MISFITS.items(), start=2):
-        folder = shutil.copytree(cpu_env.model(ATTENTION), tmp_path / str(number))
+        folder = shutil.copytree(cpu_env.model(LORA_ATTENTION), tmp_path / str(number))
         spoil(folder)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             pytest.fail(f"{what}: {await load(wire, adapter(number, what, folder))}")
@@ -228,31 +105,26 @@ async def test_no_adapter_that_does_not_fit_reaches_the_engine(wire: Wire, tmp_p
         assert await names(wire) == [STATIC], what
     responses = [response async for response in running]
     assert Answer(responses).usage.completion_tokens == LONG.max_tokens
-    same(await greedy(wire, STATIC, PROMPTS[0]), (await asyncio.to_thread(reference))[ATTENTION][0])
+    same(await greedy(wire, STATIC, PROMPTS[0]), (await peft())[LORA_ATTENTION][0])
 
 
 async def test_a_pickled_adapter_is_measured_too(wire: Wire, tmp_path: Path) -> None:
     """LORA-08: older versions of PEFT wrote no safetensors."""
-    import torch
-    from safetensors.torch import load_file
-
-    folder = shutil.copytree(cpu_env.model(EVERYWHERE), tmp_path / "pickled")
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    file.unlink()
-    torch.save({name: weight[:, :4] for name, weight in tensors.items()}, folder / "adapter_model.bin")
+    folder = shutil.copytree(cpu_env.model(LORA_EVERYWHERE), tmp_path / "spoilt")
+    pickled(folder, lambda weight: weight[:, :4])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await load(wire, adapter(2, "pickled", folder))
     assert caught.value.code() is Code.INVALID_ARGUMENT
-    torch.save(tensors, folder / "adapter_model.bin")
+    folder = shutil.copytree(cpu_env.model(LORA_EVERYWHERE), tmp_path / "pickled")
+    pickled(folder)
     await load(wire, adapter(2, "pickled", folder))
-    same(await greedy(wire, "pickled", PROMPTS[0]), (await asyncio.to_thread(reference))[EVERYWHERE][0])
+    same(await greedy(wire, "pickled", PROMPTS[0]), (await peft())[LORA_EVERYWHERE][0])
     await unload(wire, "pickled")
 
 
 async def test_no_more_adapters_than_vllm_keeps(wire: Wire, tmp_path: Path) -> None:
     """LORA-08: vLLM would drop the oldest, and read it again in the middle of a step."""
-    folders = [shutil.copytree(cpu_env.model(EVERYWHERE), tmp_path / str(number)) for number in range(3)]
+    folders = [shutil.copytree(cpu_env.model(LORA_EVERYWHERE), tmp_path / str(number)) for number in range(3)]
     await load(wire, adapter(10, "n10", folders[0]))
     await load(wire, adapter(11, "n11", folders[1]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -261,7 +133,7 @@ async def test_no_more_adapters_than_vllm_keeps(wire: Wire, tmp_path: Path) -> N
     assert "--max-cpu-loras" in (caught.value.details() or "")
     for folder in folders:
         shutil.rmtree(folder)  # what is loaded needs its files no more
-    expected = (await asyncio.to_thread(reference))[EVERYWHERE][0]
+    expected = (await peft())[LORA_EVERYWHERE][0]
     for answer in await asyncio.gather(
         *(greedy(wire, name, PROMPTS[0]) for name in ("n10", "n11", STATIC, "n10", "n11"))
     ):
@@ -274,9 +146,9 @@ async def test_no_more_adapters_than_vllm_keeps(wire: Wire, tmp_path: Path) -> N
 
 async def test_a_name_used_again_never_answers_from_what_was_there_before(wire: Wire, tmp_path: Path) -> None:
     """LORA-09: other weights under the same id and name, in another place and in the very same place."""
-    expected = await asyncio.to_thread(reference)
+    expected = await peft()
     place = tmp_path / "place"
-    for which in (ATTENTION, EVERYWHERE, ATTENTION):
+    for which in (LORA_ATTENTION, LORA_EVERYWHERE, LORA_ATTENTION):
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(cpu_env.model(which), place)
         await load(wire, adapter(20, "again", place))
@@ -287,15 +159,15 @@ async def test_a_name_used_again_never_answers_from_what_was_there_before(wire: 
         await unload(wire, "again")
         code, _ = await wire.refused(PROMPTS[0], lora_name="again")
         assert code is Code.NOT_FOUND
-    await load(wire, adapter(20, "again", cpu_env.model(EVERYWHERE)))
-    same(await greedy(wire, "again", PROMPTS[0]), expected[EVERYWHERE][0])
+    await load(wire, adapter(20, "again", cpu_env.model(LORA_EVERYWHERE)))
+    same(await greedy(wire, "again", PROMPTS[0]), expected[LORA_EVERYWHERE][0])
     await unload(wire, "again")
     same(await greedy(wire, "", PROMPTS[0]), expected[""][0])
 
 
 async def test_unload_waits_for_a_running_request(wire: Wire) -> None:
     """LORA-09."""
-    await load(wire, adapter(30, "used", cpu_env.model(EVERYWHERE)))
+    await load(wire, adapter(30, "used", cpu_env.model(LORA_EVERYWHERE)))
     running = await wire.accepted(lora_name="used", stopping=LONG)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await wire.stub.UnloadLora(lora_pb2.UnloadLoraRequest(lora_name="used"), timeout=0.5)
@@ -310,7 +182,7 @@ async def test_unload_waits_for_a_running_request(wire: Wire) -> None:
 
 async def test_loads_and_unloads_at_once_keep_vllm_and_the_list_alike(wire: Wire) -> None:
     """LORA-10, with callers that leave in between."""
-    one = adapter(40, "busy", cpu_env.model(EVERYWHERE))
+    one = adapter(40, "busy", cpu_env.model(LORA_EVERYWHERE))
 
     async def change(number: int) -> None:
         call: Any = (
