@@ -521,6 +521,10 @@ class HandsOffKv(Protocol):
         """End a session: True when it was open, False when it had ended, None when it is unknown."""
         ...
 
+    async def end_sessions(self) -> None:
+        """End every session that no decode server is attached to: a drain is over (PD-04)."""
+        ...
+
     def open_sessions(self) -> int:
         """Sessions whose KV blocks are still held."""
         ...

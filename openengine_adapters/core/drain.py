@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from openengine.v1 import errors_pb2, lifecycle_pb2
 from openengine_adapters.core.errors import EngineFailure
@@ -18,11 +18,16 @@ class Drains:
     """Runs any number of drains at once. Cancelling one leaves the server draining."""
 
     def __init__(
-        self, lifecycle: Lifecycle, requests: RequestTable, open_sessions: Callable[[], int]
+        self,
+        lifecycle: Lifecycle,
+        requests: RequestTable,
+        open_sessions: Callable[[], int],
+        end_sessions: Callable[[], Awaitable[None]],
     ) -> None:
         self._lifecycle = lifecycle
         self._requests = requests
         self._open_sessions = open_sessions
+        self._end_sessions = end_sessions
 
     async def run(
         self, request: lifecycle_pb2.DrainRequest
@@ -42,6 +47,8 @@ class Drains:
                     yield self._overdue(request.deadline_ms, pending)
                     return
                 await asyncio.gather(*(self._requests.abort_request(r) for r in self._remaining(pending)))
+                if request.stop_accepting_new_requests:
+                    await self._end_sessions()
                 break
             wait = PROGRESS_S if left is None else min(PROGRESS_S, left)
             if self._remaining(pending):
@@ -67,7 +74,7 @@ class Drains:
     def _overdue(self, deadline_ms: int, pending: list[ActiveRequest]) -> lifecycle_pb2.DrainResponse:
         left = len(self._remaining(pending))
         failure = EngineFailure(
-            f"{left} requests were still running after {deadline_ms} ms; "
+            f"{left} requests were still running and {self._open_sessions()} sessions open after {deadline_ms} ms; "
             "drain again with a longer deadline_ms, or with abort_after_deadline",
             code=errors_pb2.ERROR_CODE_DRAINING,
             details={"field": "deadline_ms", "limit": deadline_ms, "value": left},

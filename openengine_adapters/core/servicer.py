@@ -108,7 +108,7 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         self.lifecycle = Lifecycle()
         self.requests = RequestTable(engine.abort)
         self.watchdog = Watchdog(engine, self.requests, self.lifecycle, limits or Limits())
-        self.drains = Drains(self.lifecycle, self.requests, self._open_sessions)
+        self.drains = Drains(self.lifecycle, self.requests, self._open_sessions, self._end_sessions)
         self.description: EngineDescription | None = None
         self._instance_id = instance_id
         self._schema_release = schema_release
@@ -305,6 +305,10 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
 
     def _open_sessions(self) -> int:
         return self.engine.open_sessions() if isinstance(self.engine, HandsOffKv) else 0
+
+    async def _end_sessions(self) -> None:
+        if isinstance(self.engine, HandsOffKv):
+            await self.engine.end_sessions()
 
     async def _abort_session(self, session_id: str) -> lifecycle_pb2.AbortStatus.ValueType:
         released = (

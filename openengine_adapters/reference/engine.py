@@ -282,6 +282,11 @@ class ReferenceEngine:
         """End a session: True when it was open, False when it had ended, None when it is unknown."""
         return None if self._sessions is None else self._sessions.release(session_id)
 
+    async def end_sessions(self) -> None:
+        """End every session."""
+        if self._sessions is not None:
+            self._sessions.end_all()
+
     def open_sessions(self) -> int:
         """Sessions that no decode engine has fetched yet."""
         return 0 if self._sessions is None else len(self._sessions)

@@ -86,6 +86,10 @@ class SessionStore:
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        self.end_all()
+
+    def end_all(self) -> None:
+        """End every session."""
         for session_id in list(self._open):
             self._end(session_id, "dropped")
 

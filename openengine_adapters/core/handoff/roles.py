@@ -11,11 +11,15 @@ from openengine_adapters.engine import EngineDescription, KvConnector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOffWanted:
-    """The command line's part: `--role`, and where decode servers ask for sessions (port 0 for a free one)."""
+    """The command line's part: `--role`, and where decode servers ask for sessions (port 0 for a free one).
+
+    `timeout` is how many seconds a session waits for its decode server.
+    """
 
     role: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    timeout: float = 30.0
 
 
 def in_role(
