@@ -89,13 +89,18 @@ class Server:
         """Wait until the server says READY and return how many seconds that took."""
         assert self._process is not None
         began = time.monotonic()
-        while time.monotonic() < began + timeout:
-            if self._process.poll() is not None:
-                raise ServerFailed(f"{self._shown()} exited with {self._process.returncode}\n{self.tail()}")
-            probe = [self._client, *self.health_command()[1:], "--connect-timeout", "1"]
-            if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
-                return time.monotonic() - began
-            time.sleep(0.5)
+        asking = [self._client, *self.health_command()[1:], "--wait", f"{timeout:.0f}"]
+        with subprocess.Popen(asking, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as client:
+            try:
+                while client.poll() is None:
+                    if self._process.poll() is not None:
+                        status = self._process.returncode
+                        raise ServerFailed(f"{self._shown()} exited with {status}\n{self.tail()}")
+                    time.sleep(0.1)
+            finally:
+                client.kill()
+        if client.returncode == 0:
+            return time.monotonic() - began
         raise ServerFailed(f"{self._shown()} was not ready after {timeout:.0f} s\n{self.tail()}")
 
     def wait(self, timeout: float) -> int:
