@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 
 import grpc
@@ -11,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from openengine.v1 import service_pb2, service_pb2_grpc
 from openengine_adapters.core.lifecycle import Phase
 from openengine_adapters.core.servicer import OpenEngineServicer
+from openengine_adapters.hangup import hang_up
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["OpenEngine"].full_name
 
@@ -63,7 +66,11 @@ class Server:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones `grace_s` seconds, then close."""
+        """Let running calls end within `grace_s` seconds, then close; whoever still asks finds UNAVAILABLE."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._servicer.calls.none()
+        hang_up(self._port)
         await self._grpc.stop(grace_s)
 
 

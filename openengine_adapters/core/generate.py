@@ -63,9 +63,9 @@ async def _serve(
     with requests.claim(request.request_id, "Generate") as active:
         async with loras.use(request.lora_name) as lora:
             call = _call(active, request, lora, context)
-            responder = _Responder(engine, description, request, active, context)
+            responder = _Responder(engine, description, requests, request, active, context)
             try:
-                stream = await _admit(engine, call, active, media)
+                stream = await _admit(engine, call, requests, active, media)
                 async with contextlib.aclosing(stream):
                     await context.send_initial_metadata(())
                     await responder.run(stream)
@@ -76,7 +76,7 @@ async def _serve(
 
 
 async def _admit(
-    engine: Engine, call: GenerateCall, active: ActiveRequest, loader: MediaLoader
+    engine: Engine, call: GenerateCall, requests: RequestTable, active: ActiveRequest, loader: MediaLoader
 ) -> AsyncGenerator[Step, None]:
     aborted = Rejected(grpc.StatusCode.CANCELLED, "the request was aborted before it was accepted")
     try:
@@ -87,6 +87,7 @@ async def _admit(
             raise aborted
         stream = await engine.generate(call)
     except EngineDied as death:
+        requests.report_death(active, death)
         raise Rejected(grpc.StatusCode.UNAVAILABLE, str(death)) from death
     except EngineFailure as failure:
         raise Rejected(grpc.StatusCode.INTERNAL, str(failure)) from failure
@@ -130,6 +131,7 @@ class _Responder:
         self,
         engine: Engine,
         description: EngineDescription,
+        requests: RequestTable,
         request: generate_pb2.GenerateRequest,
         active: ActiveRequest,
         context: GenerateContext,
@@ -149,6 +151,7 @@ class _Responder:
             filters=filters,
         )
         self.complete = False
+        self._requests = requests
         self._active = active
         self._context = context
         self._clock = asyncio.get_running_loop().time
@@ -167,6 +170,8 @@ class _Responder:
                     return
             last = responses.cancel() if self._active.aborted else responses.close()
         except EngineFailure as failure:
+            if isinstance(failure, EngineDied):
+                self._requests.report_death(self._active, failure)
             last = responses.fail(failure)
         except Rejected as late:
             last = responses.fail(late.as_failure())

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from openengine.v1 import errors_pb2
-from openengine_adapters.core.errors import EngineFailure, Rejected
+from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected
 
 REMEMBERED = 16384
 """Ended ids kept; the oldest goes first."""
@@ -102,9 +102,10 @@ class ActiveRequest:
 
 
 class RequestTable:
-    """Every request in flight, by the caller's id."""
+    """Every request in flight, by the caller's id. `on_death` is told what `report_death` is."""
 
     def __init__(self, abort_in_engine: Callable[[str], Awaitable[None]]) -> None:
+        self.on_death: Callable[[EngineDied], None] = lambda _death: None
         self._abort_in_engine = abort_in_engine
         self._active: dict[str, ActiveRequest] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -174,6 +175,11 @@ class RequestTable:
             # The reader stalls or the engine is slow to answer: the id must be free all the same.
             request.interrupt(EngineFailure("aborted", code=errors_pb2.ERROR_CODE_CANCELLED), force=True)
             self._release(request)
+
+    def report_death(self, request: ActiveRequest, death: EngineDied) -> None:
+        """The request saw the engine die; Health must say so before the request's own end does (ERR-04)."""
+        request.failure = request.failure or death  # it ends by itself
+        self.on_death(death)
 
     def interrupt_all(self, failure: EngineFailure) -> None:
         """End every request with one failure (ERR-04)."""

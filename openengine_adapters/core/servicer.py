@@ -23,6 +23,7 @@ from openengine.v1 import (
     tasks_pb2,
 )
 from openengine_adapters.core import capabilities, load, runtime_events, subscriptions, validation
+from openengine_adapters.core.calls import OpenCalls
 from openengine_adapters.core.drain import Drains
 from openengine_adapters.core.errors import EngineFailure, Rejected, invalid
 from openengine_adapters.core.generate import run_generate, trace_headers
@@ -62,6 +63,7 @@ def rpc(handler: Handler) -> Handler:
 
     @functools.wraps(handler)
     async def guarded(self: OpenEngineServicer, request: Any, context: Context) -> Any:
+        self.calls.add(context)
         try:
             return await handler(self, request, context)
         except Rejected as rejected:
@@ -102,12 +104,14 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         kv: KvOptions | None = None,
     ) -> None:
         self.engine = engine
+        self.calls = OpenCalls()
         self.reachable = Reachable()
         self.kv = KvPlane(kv or KvOptions())
         self.runtime_events = RuntimeEvents(engine)
         self.lifecycle = Lifecycle()
         self.requests = RequestTable(engine.abort)
         self.watchdog = Watchdog(engine, self.requests, self.lifecycle, limits or Limits())
+        self.requests.on_death = self.watchdog.declare_dead
         self.drains = Drains(self.lifecycle, self.requests, self._open_sessions, self._end_sessions)
         self.description: EngineDescription | None = None
         self._instance_id = instance_id

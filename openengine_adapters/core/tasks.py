@@ -18,7 +18,7 @@ import grpc
 from openengine.v1 import errors_pb2, inputs_pb2, tasks_pb2
 from openengine_adapters.core import task_outputs, task_validation
 from openengine_adapters.core.batches import run_batch
-from openengine_adapters.core.errors import EngineFailure, Rejected
+from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected
 from openengine_adapters.core.lora import LoraRegistry
 from openengine_adapters.core.media import MediaLoader, RequestMedia
 from openengine_adapters.core.requests import ActiveRequest, RequestTable
@@ -159,7 +159,10 @@ class Tasks:
                     raise
                 raise _ended_outside(active, active.failure) from None
             except EngineFailure as failure:
-                raise _ended_outside(active, active.failure or failure) from failure
+                ended = _ended_outside(active, active.failure or failure)
+                if isinstance(failure, EngineDied):
+                    self._requests.report_death(active, failure)
+                raise ended from failure
 
 
 async def probe(engine: Engine, description: EngineDescription) -> bool:

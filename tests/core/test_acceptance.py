@@ -158,6 +158,19 @@ async def test_an_engine_that_dies_while_it_admits_is_unavailable(served: Served
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_the_first_request_that_sees_a_death_tells_everybody() -> None:
+    """ERR-04, HEALTH-04: whoever was told of it finds no READY server, however seldom the watchdog looks."""
+    async with serve(FakeEngine(), Limits(period_s=600)) as served:
+        other = await served.accepted(served.request("other"))
+        served.engine.script = lambda _: [token(97), EngineDied()]
+        assert (await served.collect(served.request("first")))[-1].error.retryable
+        health = await served.stub.Health(lifecycle_pb2.HealthRequest())
+        assert health.state == lifecycle_pb2.HEALTH_STATE_NOT_READY
+        async with asyncio.timeout(SOON_S):
+            responses = [response async for response in other]
+        assert responses[-1].error.retryable
+
+
 async def test_a_hung_engine_counts_as_dead() -> None:
     """ERR-07: no step for a set time, while requests are unfinished."""
     async with serve(FakeEngine(), Limits(hang_s=0.2, period_s=0.02)) as served:
