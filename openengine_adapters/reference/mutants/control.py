@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 
@@ -12,7 +13,7 @@ from openengine.v1 import lifecycle_pb2, lora_pb2
 from openengine_adapters.core.errors import Rejected
 from openengine_adapters.core.requests import AbortOutcome
 from openengine_adapters.core.servicer import OpenEngineServicer
-from openengine_adapters.engine import Lora, Step
+from openengine_adapters.engine import EngineDescription, Lora, Step
 from openengine_adapters.reference.engine import ReferenceEngine
 from openengine_adapters.reference.generation import Generation
 from openengine_adapters.reference.loras import LoadedLora
@@ -191,6 +192,14 @@ def _(servicer: OpenEngineServicer) -> None:
     replace(servicer.drains, "run", alone)
 
 
+@status_of(
+    "Generate", "draining_is_a_precondition", "GEN-05", "A draining server refuses with FAILED_PRECONDITION.",
+    options=_DRAINABLE,
+)  # fmt: skip
+def _(code: grpc.StatusCode) -> grpc.StatusCode:
+    return grpc.StatusCode.FAILED_PRECONDITION if code is grpc.StatusCode.UNAVAILABLE else code
+
+
 # ------------------------------------------------------------------------------------------------------ load
 
 
@@ -249,6 +258,19 @@ class _TimeGoesBack(Tamper):
         self.newest = (self.newest or response.runtime_event.timestamp_unix_nanos) - 1
         response.runtime_event.timestamp_unix_nanos = self.newest
         return (response,)
+
+
+@tampers(_EVENTS, "events_get_lost", "RTE-03", "Every other subscriber misses some events, and is not told.")
+class _EventsGetLost(Tamper):
+    calls: ClassVar = itertools.count()
+
+    def __init__(self) -> None:
+        self._loses = next(self.calls) % 2
+        self._events = 0
+
+    def response(self, response: Any) -> Iterable[Any]:
+        self._events += 1
+        return () if self._loses and self._events % 5 == 0 else (response,)
 
 
 # ------------------------------------------------------------------------------------------------------ LoRA
@@ -318,3 +340,45 @@ def _(engine: ReferenceEngine) -> None:
         engine._loras[lora.name] = first.setdefault(lora.name, engine._loras[lora.name])
 
     replace(engine, "load_lora", remembering)
+
+
+@servicer_of("unloads_what_is_used", "LORA-09", "UnloadLora does not wait for the requests of the adapter.")
+def _(servicer: OpenEngineServicer) -> None:
+    opened = servicer.opened
+
+    def open_hasty(description: EngineDescription) -> None:
+        opened(description)
+        registry = servicer._loras
+
+        async def claim_at_once(name: str) -> Any:
+            entry = registry._entries[name]
+            entry.settled.clear()
+            return entry
+
+        replace(registry, "_claim_unused", claim_at_once)
+
+    replace(servicer, "opened", open_hasty)
+
+
+@tampers(
+    ("LoadLora", "UnloadLora"), "one_change_at_a_time", "LORA-10",
+    "A change of an adapter beside another change of it is ABORTED.",
+)  # fmt: skip
+class _OneChangeAtATime(Tamper):
+    under_way: ClassVar[set[str]] = set()
+    _name = ""
+
+    def request(self, request: Any) -> None:
+        name = request.adapter.lora_name if hasattr(request, "adapter") else request.lora_name
+        if name in self.under_way:
+            raise Refuse(grpc.StatusCode.ABORTED, "lora_name: another change is under way")
+        self._name = name
+        self.under_way.add(name)
+
+    def response(self, response: Any) -> Iterable[Any]:
+        self.under_way.discard(self._name)
+        return (response,)
+
+    def refusal(self, code: grpc.StatusCode, details: str) -> tuple[grpc.StatusCode, str]:
+        self.under_way.discard(self._name)
+        return code, details
