@@ -90,6 +90,23 @@ vllm_vision() {
     install --upgrade --target "$venv/vision" torchvision==0.28.0
 }
 
+# sglang_verbs: Mooncake, which moves KV blocks between servers, loads libibverbs even where it moves them over TCP.
+# Where the system has none it is taken out of Debian's packages, into a folder of its own (tests/support/cpu_env.py).
+sglang_verbs() {
+    local folder debs=(libibverbs1 libnl-3-200 libnl-route-3-200)
+    if [[ $(ldconfig -p 2>/dev/null) == *libibverbs.so.1* ]]; then
+        return
+    fi
+    folder=$(mktemp -d)
+    if (cd "$folder" && { apt-get download -qq "${debs[@]}" || { apt-get update -qq && apt-get download -qq "${debs[@]}"; }; }) \
+        >/dev/null 2>&1; then
+        find "$folder" -name '*.deb' -exec dpkg-deb -x {} "$venv/verbs" \;
+    else
+        echo "setup: no libibverbs1 here; SGLang's prefill and decode servers need it, so install it by hand" >&2
+    fi
+    rm -rf "$folder"
+}
+
 mkdir -p .venv
 exec 9>".venv/.$name.lock"
 flock 9
@@ -111,6 +128,9 @@ if ! finished || ! holds "$packages_stamp" "$packages"; then
     if [[ $name == vllm ]]; then
         vllm_entry
         vllm_vision
+    fi
+    if [[ $name == sglang ]]; then
+        sglang_verbs
     fi
     echo "$packages" >"$packages_stamp"
 fi

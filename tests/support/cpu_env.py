@@ -127,6 +127,18 @@ def lora_flags(engine: str) -> list[str]:
     ]
 
 
+def mooncake_env() -> dict[str, str]:
+    """What SGLang's prefill and decode servers need besides: Mooncake over TCP, and the library that it loads."""
+    verbs = SGLANG_STAND_INS.parents[2] / ".venv" / "sglang" / "verbs"
+    folders = [str(folder) for folder in sorted(verbs.glob("**/x86_64-linux-gnu"))]
+    paths = [*folders, *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))]
+    return {
+        "LD_LIBRARY_PATH": os.pathsep.join(paths),
+        "MOONCAKE_PROTOCOL": "tcp",
+        "SGLANG_HOST_IP": "127.0.0.1",
+    }
+
+
 def env(engine: str) -> dict[str, str]:
     """`vllm_env()` or `sglang_env()`."""
     return {"vllm": vllm_env, "sglang": sglang_env}[engine]()
