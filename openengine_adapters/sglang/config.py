@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.version import __version__ as VERSION
 
-from openengine.v1 import discovery_pb2, model_pb2
+from openengine.v1 import discovery_pb2, inputs_pb2, model_pb2
 from openengine_adapters.core.validation import INT32_MAX
 from openengine_adapters.engine import (
     EngineDescription,
@@ -19,6 +20,7 @@ from openengine_adapters.engine import (
     Parallelism,
     StartupError,
 )
+from openengine_adapters.sglang.task_config import TaskConfig, reads_both_ways
 
 OLDEST, TOO_NEW = (0, 5, 23), (0, 6)
 SUPPORTED = "0.5.23 and later 0.5.x"
@@ -75,11 +77,28 @@ def prepare(args: ServerArgs) -> None:
     args.load_snapshot_publish_interval = 1
 
 
-def describe(manager: Any, scheduler: dict[str, Any], state: dict[str, Any]) -> EngineDescription:
+def keep_inputs_whole(args: ServerArgs) -> None:
+    """Switch off the prefix cache and chunked prefill where they give wrong vectors: in models that read both ways.
+
+    A part of such an input that is cached, or computed by itself, has not seen the rest. SGLang does this by itself
+    for some of these models only.
+    """
+    if reads_both_ways(ModelConfig.from_server_args(args).hf_config.architectures or ()):
+        args.disable_radix_cache = True
+        args.chunked_prefill_size = -1
+
+
+def describe(
+    manager: Any,
+    scheduler: dict[str, Any],
+    state: dict[str, Any],
+    tasks: TaskConfig,
+    modalities: frozenset[inputs_pb2.Modality.ValueType],
+) -> EngineDescription:
     """Describe the running engine.
 
     `manager` is SGLang's tokenizer manager, `scheduler` what its scheduler said when it was ready, and `state` the
-    internal state of one data-parallel rank.
+    internal state of one data-parallel rank. `modalities` is what the model takes beside text.
     """
     config, ranks = manager.config_value, manager.elastic_worker_count
     blocks = scheduler["max_total_num_tokens"] // config("page_size")
@@ -100,7 +119,8 @@ def describe(manager: Any, scheduler: dict[str, Any], state: dict[str, Any]) -> 
             data_parallel_rank=0 if ranks == 1 else None,
             data_parallel_start_rank=0,
         ),
-        max_context_length=longest_sequence(manager, scheduler),
+        # Without an output the last place would stay empty.
+        max_context_length=longest_sequence(manager, scheduler) - (not manager.is_generation),
         kv_block_size=config("page_size"),
         total_kv_blocks=blocks * ranks,
         max_running_requests=at_once,
@@ -108,7 +128,10 @@ def describe(manager: Any, scheduler: dict[str, Any], state: dict[str, Any]) -> 
         tokenizer_modes=(config("tokenizer_mode"),),
         reasoning_parser=config("reasoning_parser") or "",
         tool_call_parser=config("tool_call_parser") or "",
-        generation=_generation(manager, at_once) if manager.is_generation else None,
+        generation=_generation(manager, at_once, modalities) if manager.is_generation else None,
+        embed=tasks.embed,
+        classify=tasks.classify,
+        score=tasks.score,
     )
 
 
@@ -140,7 +163,9 @@ def sampling_defaults(manager: Any) -> dict[str, Any]:
     return {name: value for name, value in defaults.items() if name not in preferred}
 
 
-def _generation(manager: Any, at_once: int) -> GenerationSupport:
+def _generation(
+    manager: Any, at_once: int, modalities: frozenset[inputs_pb2.Modality.ValueType]
+) -> GenerationSupport:
     config = manager.config_value
     backend = config("grammar_backend") or ""
     candidates = LogprobSupport(
@@ -158,4 +183,5 @@ def _generation(manager: Any, at_once: int) -> GenerationSupport:
         priority=bool(config("enable_priority_scheduling")),
         cache_salt=cached,
         prefix_cache_bypass=cached,
+        modalities=modalities,
     )

@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -22,23 +22,30 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.server_args import ServerArgs
 
+from openengine.v1 import tasks_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
 from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
 from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
+    Classification,
     EngineDescription,
     GenerateCall,
+    GroupScores,
     KvEventPublisher,
     LoadSnapshot,
     RuntimeEvent,
     StartupError,
     Step,
+    TaskCall,
+    Tensor,
 )
 from openengine_adapters.publishers import KvEventsWanted
-from openengine_adapters.sglang import config, errors, kv, outputs, requests
+from openengine_adapters.sglang import config, errors, kv, media, outputs, requests
 from openengine_adapters.sglang.load import LoadBoard
 from openengine_adapters.sglang.sequences import Sequences
 from openengine_adapters.sglang.steps import StepEvents
+from openengine_adapters.sglang.task_config import task_config
+from openengine_adapters.sglang.tasks import SglangTasks
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +58,6 @@ KILL_S = 5.0
 
 DETOKENIZER = "sglang::detokenizer"
 """The title of the one process that holds nothing, and does not end when it is asked to."""
-
-LONG_TEXT = 4096
-"""Characters from which on a prompt is tokenised off the event loop."""
 
 
 class Runtime(Engine):  # type: ignore[misc]  # untyped where SGLang is not installed
@@ -84,6 +88,8 @@ class SglangEngine:
         self._texts: TokenTexts | None = None
         self._calls: dict[str, Sequences] = {}
         self._compiling = 0
+        self._prompts: media.Prompts | None = None
+        self._tasks: SglangTasks | None = None
 
     # ------------------------------------------------------------------------------------------- lifecycle
 
@@ -91,6 +97,10 @@ class SglangEngine:
         """Start SGLang off the event loop, so that the server answers STARTING meanwhile."""
         config.check(self._args, self._role)
         config.prepare(self._args)
+        try:
+            await asyncio.to_thread(config.keep_inputs_whole, self._args)
+        except Exception as error:
+            raise StartupError(f"SGLang cannot read the model's configuration: {_one_line(error)}") from error
         self._args.kv_events_config = self._kv_events.configure(
             self._args.kv_events_config, self._args.dp_size, cached=not self._args.disable_radix_cache
         )
@@ -128,7 +138,9 @@ class SglangEngine:
         return Runtime(server_args=self._args)
 
     def _describe(self, manager: Any, scheduler: dict[str, Any], state: dict[str, Any]) -> None:
-        description = config.describe(manager, scheduler, state)
+        modalities = media.modalities(manager)
+        served = task_config(manager, modalities)
+        description = config.describe(manager, scheduler, state, served, modalities)
         tokenizer, value = manager.tokenizer, manager.config_value
         anchor = tokenizer.encode("a", add_special_tokens=False)[-1]
         self._texts = TokenTexts(
@@ -144,6 +156,8 @@ class SglangEngine:
             ranks = len(description.parallelism.ranks)
             self._limit = (description.max_running_requests or 0) + value("max_queued_requests") * ranks
         self._board = LoadBoard(manager, value("page_size"))
+        self._prompts = media.Prompts(manager)
+        self._tasks = SglangTasks(lambda: self.manager, description, served, self._prompts, self._terms)
         self._description = description
 
     async def stop(self) -> None:
@@ -223,30 +237,32 @@ class SglangEngine:
         A guide is compiled by the scheduler, which tells of a bad one in its first output only: a guided request
         counts as admitted when that is there.
         """
-        prompt_ids = await self._prompt_ids(call)
-        requests.check(call.request, len(prompt_ids), self._terms)
-        inputs = requests.inputs(call, prompt_ids, self._terms)
-        self._check_room(len(inputs))
-        guided = call.request.HasField("guided")
-        async with Sequences(self.manager, inputs, self._output_reader(call, prompt_ids)) as sequences:
-            self._calls[call.id] = sequences
-            try:
-                self._compiling += guided
+        async with contextlib.AsyncExitStack() as admission:
+            prompt = await admission.enter_async_context(self._prompt(call))
+            requests.check(call.request, len(prompt.ids), self._terms)
+            inputs = requests.inputs(call, prompt, self._terms)
+            self._check_room(len(inputs))
+            guided = call.request.HasField("guided")
+            async with Sequences(self.manager, inputs, self._output_reader(call, prompt.ids)) as sequences:
+                self._calls[call.id] = sequences
                 try:
-                    await sequences.admit(first_output=guided)
-                finally:
-                    self._compiling -= guided
-                yield Step()
-                async with contextlib.aclosing(sequences.steps()) as steps:
+                    self._compiling += guided
                     try:
-                        async for step in steps:
-                            yield step
-                    except (Rejected, EngineFailure):
-                        raise
-                    except Exception as error:
-                        raise errors.after_acceptance(error) from error
-            finally:
-                del self._calls[call.id]
+                        await sequences.admit(first_output=guided)
+                    finally:
+                        self._compiling -= guided
+                    await admission.aclose()
+                    yield Step()
+                    async with contextlib.aclosing(sequences.steps()) as steps:
+                        try:
+                            async for step in steps:
+                                yield step
+                        except (Rejected, EngineFailure):
+                            raise
+                        except Exception as error:
+                            raise errors.after_acceptance(error) from error
+                finally:
+                    del self._calls[call.id]
 
     def _output_reader(self, call: GenerateCall, prompt_ids: Sequence[int]) -> outputs.OutputReader:
         assert self._description is not None
@@ -258,21 +274,20 @@ class SglangEngine:
             counts_reasoning=bool(self._description.reasoning_parser),
         )
 
-    async def _prompt_ids(self, call: GenerateCall) -> list[int]:
+    @contextlib.asynccontextmanager
+    async def _prompt(self, call: GenerateCall) -> AsyncIterator[media.Prompt]:
         """The prompt as SGLang would tokenise it; an empty one kills it, and one too long it refuses too late."""
-        request, tokenizer = call.request, self.manager.tokenizer
+        request = call.request
         assert self._description is not None
-        if request.WhichOneof("input") == "token_ids":
-            ids = list(request.token_ids.ids)
-        elif len(request.prompt) < LONG_TEXT:
-            ids = _tokenise(tokenizer, request.prompt)
-        else:
-            ids = await asyncio.to_thread(_tokenise, tokenizer, request.prompt)
-        if not ids:
-            raise invalid("prompt", "has no tokens; the tokenizer makes nothing of it")
-        check_prompt_length(request.WhichOneof("input") or "prompt", len(ids), self._description)
-        check_prompt_logprob_start(request, len(ids))
-        return ids
+        assert self._prompts is not None
+        field = request.WhichOneof("input") or "prompt"
+        given = request.prompt if field == "prompt" else request.token_ids.ids
+        async with self._prompts.rendered(given, call.media, field="media") as prompt:
+            if not prompt.ids:
+                raise invalid(field, "has no tokens; the tokenizer makes nothing of it")
+            check_prompt_length(field, len(prompt.ids), self._description)
+            check_prompt_logprob_start(request, len(prompt.ids))
+            yield prompt
 
     def _check_room(self, more: int) -> None:
         """SGLang tells of a full queue only after it took the request; what is certain is refused before (GEN-05)."""
@@ -288,6 +303,32 @@ class SglangEngine:
         sequences = self._calls.get(call_id)
         if sequences is not None and not self._failure:
             sequences.abort()
+
+    # ----------------------------------------------------------------------------------------------- tasks
+
+    async def embed(
+        self, call: TaskCall, item: tasks_pb2.TaskInput, options: tasks_pb2.EmbedOptions
+    ) -> Tensor:
+        """Embed one item."""
+        return await self._serving_tasks.embed(call, item, options)
+
+    async def classify(
+        self, call: TaskCall, item: tasks_pb2.TaskInput, options: tasks_pb2.ClassifyOptions
+    ) -> Classification:
+        """Classify one item."""
+        return await self._serving_tasks.classify(call, item, options)
+
+    async def score(
+        self, call: TaskCall, group: tasks_pb2.ScoreGroup, options: tasks_pb2.ScoreOptions
+    ) -> GroupScores:
+        """Score one group."""
+        return await self._serving_tasks.score(call, group, options)
+
+    @property
+    def _serving_tasks(self) -> SglangTasks:
+        if self._tasks is None:
+            raise EngineDied("the engine is stopped")
+        return self._tasks
 
     # ------------------------------------------------------------------------------------- load and tokens
 
@@ -324,13 +365,6 @@ class SglangEngine:
         if self._runtime is None or self._failure:
             raise EngineDied("the engine is stopped")
         return self._runtime.tokenizer_manager
-
-
-def _tokenise(tokenizer: Any, text: str) -> list[int]:
-    """As SGLang does it, special tokens at the beginning included."""
-    if not getattr(tokenizer, "is_fast", False):
-        return list(tokenizer.encode(text))
-    return list(tokenizer([text])["input_ids"][0])
 
 
 def _existing(pids: Sequence[int]) -> list[psutil.Process]:

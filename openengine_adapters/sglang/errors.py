@@ -31,6 +31,28 @@ def before_acceptance(error: Exception, request: generate_pb2.GenerateRequest) -
         return _refusal(error.status_code, str(error.detail), request)
     if isinstance(error, ValueError):
         return _refusal(HTTPStatus.BAD_REQUEST, str(error), request)
+    if request.media and isinstance(error, RuntimeError):
+        # Whatever the model's processor stumbles over came with the request.
+        log.info("media refused", exc_info=error)
+        return Rejected(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "the model's processor does not take these media with this prompt",
+            field="media",
+        )
+    return error
+
+
+def task_refusal(error: Exception, place: str) -> Exception:
+    """What a task raises when SGLang refused, or failed, its input at `place`."""
+    if isinstance(error, fastapi.HTTPException):
+        if error.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            return Rejected(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_line(str(error.detail))} Try again later."
+            )
+        log.warning("SGLang failed a task with status %d: %s", error.status_code, error.detail)
+        return EngineFailure(f"{place}: the engine failed")
+    if isinstance(error, ValueError):
+        return Rejected(grpc.StatusCode.INVALID_ARGUMENT, _line(str(error)), field=place)
     return error
 
 

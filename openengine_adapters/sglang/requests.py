@@ -16,6 +16,7 @@ from openengine.v1 import generate_pb2
 from openengine_adapters.core.errors import invalid
 from openengine_adapters.core.validation import stop_texts, stop_token_ids, wants_several
 from openengine_adapters.engine import GenerateCall
+from openengine_adapters.sglang.media import Prompt
 
 INT64_MAX = 2**63 - 1
 
@@ -93,6 +94,11 @@ def check(request: generate_pb2.GenerateRequest, prompt_length: int, terms: Term
             value=sampling.seed,
         )
     _check_stops(stop_texts(stopping))
+    if request.media and request.response.return_prompt_logprobs:
+        raise invalid(
+            "response.return_prompt_logprobs",
+            "with media the prompt holds places of images, which have no log-probability here; leave it out",
+        )
     if stopping.ignore_eos and request.HasField("guided"):
         raise invalid(
             "stopping.ignore_eos", "an output that is guided ends where its guide does; leave it out"
@@ -138,17 +144,17 @@ def own_stops(stopping: generate_pb2.StoppingOptions) -> bool:
     return bool(texts and stopping.min_tokens) or bool(ids and stopping.ignore_eos)
 
 
-def inputs(call: GenerateCall, prompt_ids: list[int], terms: Terms) -> list[GenerateReqInput]:
+def inputs(call: GenerateCall, prompt: Prompt, terms: Terms) -> list[GenerateReqInput]:
     """Build one request for each sequence; the prompt's log-probabilities are asked of the first alone."""
     request = call.request
     several = wants_several(request.sampling)
     seeds = _seeds(request.sampling, several, terms)
     wanted = logprobs(request)
-    params = _sampling_params(call, terms.longest - len(prompt_ids), terms)
+    params = _sampling_params(call, terms.longest - len(prompt.ids), terms)
     return [
         GenerateReqInput(
             rid=rid,
-            input_ids=prompt_ids,
+            **prompt.fields,
             sampling_params={**params, "sampling_seed": seed},
             stream=True,
             lora_path=None if call.lora is None else call.lora.name,
@@ -156,7 +162,7 @@ def inputs(call: GenerateCall, prompt_ids: list[int], terms: Terms) -> list[Gene
             cache_salt=request.kv.cache_salt or None,
             routed_dp_rank=_data_parallel_rank(request),
             external_trace_header=dict(call.trace_headers) or None,
-            **_logprob_fields(request, wanted, len(prompt_ids), first=index == 0),
+            **_logprob_fields(request, wanted, len(prompt.ids), first=index == 0),
         )
         for index, (rid, seed) in enumerate(zip(rids(call.id, several), seeds, strict=True))
     ]
