@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
 
 from openengine.v1 import tasks_pb2
+from openengine_adapters.core.requests import ActiveRequest
 from openengine_adapters.core.servicer import OpenEngineServicer
+from openengine_adapters.reference.engine import ReferenceEngine
 from openengine_adapters.reference.mutants.seams import (
     Refuse,
+    engine_of,
     replace,
     request_of,
     response_of,
@@ -28,6 +32,25 @@ _SLOW = {"latency": 0.3}
 def _(request: Any) -> None:
     if request.HasField("context"):
         request.context.model = request.context.model or "reference-toy"
+
+
+@response_of("GetModelInfo", "task_served_all_the_same", "TASK-02", "A task that is not supported is served.")
+def _(model: Any) -> None:
+    model.tasks.classify.Clear()
+    model.tasks.classify.supported = False
+
+
+@request_of(_BATCHES, "ids_wrap_round", "TASK-03", "Token ids outside the vocabulary become others.")
+def _(request: Any) -> None:
+    for item in request.inputs:
+        item.token_ids.ids[:] = [token % 100 for token in item.token_ids.ids]
+
+
+@request_of(_BATCHES, "media_not_missed", "TASK-06", "A multimodal input without media is taken for text.")
+def _(request: Any) -> None:
+    for item in request.inputs:
+        if item.HasField("multimodal") and not item.multimodal.media:
+            item.text = item.multimodal.text
 
 
 @request_of(_BATCHES, "item_without_id", "TASK-05", "Items without an id get their index.")
@@ -57,6 +80,32 @@ def _(servicer: OpenEngineServicer) -> None:
     replace(servicer.requests, "claim", apart)
 
 
+@servicer_of("tasks_outlive_abort", "TASK-08", "Abort says ABORTED and lets a task run.", settings=_SLOW)
+def _(servicer: OpenEngineServicer) -> None:
+    abort_request = servicer.requests.abort_request
+
+    async def spare(request: ActiveRequest) -> None:
+        if not request.unary:
+            await abort_request(request)
+
+    replace(servicer.requests, "abort_request", spare)
+
+
+@engine_of(
+    "tasks_run_on",
+    "TASK-09",
+    "A task that nobody waits for runs on in the engine.",
+    settings={"latency": 2.5},
+)
+def _(engine: ReferenceEngine) -> None:
+    run = engine._run
+
+    async def shielded(*work: Any) -> Any:
+        return await asyncio.shield(asyncio.ensure_future(run(*work)))
+
+    replace(engine, "_run", shielded)
+
+
 @request_of(_ALL, "task_priority_swapped", "TASK-10", "A smaller priority goes first.")
 def _(request: Any) -> None:
     if request.context.HasField("priority"):
@@ -81,6 +130,11 @@ def _(response: Any) -> None:
     for output in response.outputs:
         if output.dense.values:
             output.dense.values[0] = float("nan")
+
+
+@response_of("Score", "not_finite_score", "TASK-16", "A score that is not finite is sent.")
+def _(response: Any) -> None:
+    response.groups[0].candidates[0].scores.values[0] = float("inf")
 
 
 @response_of("Embed", "indices_backwards", "TASK-12", "Sparse indices decrease.")
