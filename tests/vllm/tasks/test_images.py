@@ -12,7 +12,7 @@ from openengine.v1 import inputs_pb2
 from openengine_adapters.core import images
 from openengine_adapters.core.errors import Rejected
 from openengine_adapters.engine import Media
-from tests.vllm.tasks.cases import png, png_file
+from tests.support.tasks.cases import png, png_file
 
 # A side of the largest square that one request may hold.
 SIDE = 8192

@@ -55,13 +55,19 @@ async def refused(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
-def embed_call(wire: Wire, texts: Texts, about: dict[str, Any] | None = None, **options: Any) -> Any:
+def embed_call(
+    wire: Wire,
+    texts: Texts,
+    about: dict[str, Any] | None = None,
+    timeout: float | None = None,
+    **options: Any,
+) -> Any:
     """A started Embed call."""
     inputs = [item(f"i{n}", text) for n, text in enumerate(texts)]
     request = tasks_pb2.EmbedRequest(
         context=context(wire, **(about or {})), inputs=inputs, options=tasks_pb2.EmbedOptions(**options)
     )
-    return wire.stub.Embed(request)
+    return wire.stub.Embed(request, timeout=timeout)
 
 
 def classify_call(wire: Wire, texts: Texts, **options: Any) -> Any:

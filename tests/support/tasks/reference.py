@@ -104,35 +104,53 @@ def rerank(model: str, prompts: list[str]) -> Answer:
 def see(model: str, prompt: str, images: list[str], count: int) -> Answer:
     """Greedy ids after a prompt with one image each, their log-probabilities, the last hidden state, the prompt."""
     from PIL import Image
-    from transformers import LlavaForConditionalGeneration, LlavaProcessor
+
+    network, processor = _seeing(model)
+    answers = []
+    for image in images:
+        picture = Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB")
+        inputs = processor(images=picture, text=prompt, return_tensors="pt")
+        embedding = network.model(**inputs).last_hidden_state[0, -1]
+        length = inputs["input_ids"].shape[1]
+        ids: list[int] = []
+        logprobs = []
+        for _ in range(count):
+            scores = torch.log_softmax(network(**inputs, use_cache=False).logits[0, -1], -1)
+            ids.append(int(scores.argmax()))
+            logprobs.append(float(scores.max()))
+            for name, value in (("input_ids", ids[-1]), ("attention_mask", 1), ("mm_token_type_ids", 0)):
+                if name in inputs:
+                    inputs[name] = torch.cat([inputs[name], torch.tensor([[value]])], 1)
+        answers.append(
+            {
+                "prompt": processor.tokenizer(prompt)["input_ids"],
+                "length": length,
+                "ids": ids,
+                "logprobs": logprobs,
+                "embedding": embedding.tolist(),
+            }
+        )
+    return answers
+
+
+def _seeing(model: str) -> tuple[Any, Any]:
+    """A model that takes images, with what prepares them."""
+    import transformers
+
+    kind = transformers.AutoConfig.from_pretrained(model).model_type
+    if kind != "llava":
+        network = _load(transformers.AutoModelForImageTextToText, model)
+        return network, transformers.AutoProcessor.from_pretrained(model)
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    network = _load(LlavaForConditionalGeneration, model)
-    processor = LlavaProcessor(
+    processor = transformers.LlavaProcessor(
         image_processor=CLIPImageProcessorPil.from_pretrained(model),
         tokenizer=AutoTokenizer.from_pretrained(model),
         patch_size=14,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
-    answers = []
-    for image in images:
-        picture = Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB")
-        inputs = processor(images=picture, text=prompt, return_tensors="pt")
-        embedding = network.model(**inputs).last_hidden_state[0, -1]
-        ids: list[int] = []
-        logprobs = []
-        for _ in range(count):
-            scores = torch.log_softmax(network(**inputs).logits[0, -1], -1)
-            ids.append(int(scores.argmax()))
-            logprobs.append(float(scores.max()))
-            inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([[ids[-1]]])], 1)
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        prompt_ids = processor.tokenizer(prompt)["input_ids"]
-        answers.append(
-            {"prompt": prompt_ids, "ids": ids, "logprobs": logprobs, "embedding": embedding.tolist()}
-        )
-    return answers
+    return _load(transformers.LlavaForConditionalGeneration, model), processor
 
 
 def _load(kind: Any, model: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the tests of this folder ask, told once for the engines and for the reference."""
+"""What the tests of tasks and media ask, told once for the engines and for the reference."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,9 @@ DOCUMENTS: Final = ("paris is the capital of france", "berlin is a city in germa
 ENTITY_TEXT: Final = "the fox jumps to berlin"
 LABEL_IDS: Final = (3, 1000, 42)
 SEEING_PROMPT: Final = "Look: <image> What is it?"
+QWEN_VL: Final = "tiny-qwen2.5-vl"
+QWEN_PLACE: Final = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_PROMPT: Final = f"Look: {QWEN_PLACE} What is it?"
 
 INSTRUCTION: Final = "Prefer cats."
 DEFAULT_INSTRUCTION: Final = "Find what answers the query."
@@ -78,43 +82,51 @@ def model(name: str) -> Path:
     return folder
 
 
-def jobs() -> dict[str, dict[str, Any]]:
-    """The reference's work, by the name that a test asks for."""
+PICTURES: Final = tuple(png(seed) for seed in (1, 2))
 
-    def job(kind: str, name: str, **inputs: Any) -> dict[str, Any]:
-        return {"kind": kind, "model": str(model(name)), **inputs}
+_IMAGES: Final = [base64.b64encode(picture).decode() for picture in PICTURES]
+_PAIRS: Final = [[QUERY, text] for text in DOCUMENTS]
+_PROMPTS: Final = [score_prompt(text) for text in DOCUMENTS]
+_INSTRUCTED: Final = [score_prompt(text, INSTRUCTION) for text in DOCUMENTS]
 
-    pictures = [base64.b64encode(png(seed)).decode() for seed in (1, 2)]
-    return {
-        "minilm": job("embed", MINILM, texts=SENTENCES, pooling="mean"),
-        "llama": job("embed", cpu_env.TINY_LLAMA, texts=WORDS, pooling="last"),
-        "adapted": job("adapt", cpu_env.TINY_LLAMA, texts=WORDS, adapter=str(model(ADAPTER))),
-        "sentiment": job("classify", "tiny-bert-sentiment", texts=WORDS),
-        "entities": job("tokens", "tiny-bert-entities", texts=[ENTITY_TEXT]),
-        "pairs": job("pairs", "tiny-bert-pairs", pairs=[[QUERY, text] for text in DOCUMENTS]),
-        "labels": job(
-            "next_token", cpu_env.TINY_LLAMA, prompts=[[QUERY, text] for text in DOCUMENTS], labels=LABEL_IDS
-        ),
-        "rerank": job("rerank", "tiny-qwen3", prompts=[score_prompt(text) for text in DOCUMENTS]),
-        "rerank-instructed": job(
-            "rerank", "tiny-qwen3", prompts=[score_prompt(text, INSTRUCTION) for text in DOCUMENTS]
-        ),
-        "see": job("see", "tiny-llava", prompt=SEEING_PROMPT, images=pictures, count=6),
-    }
+JOBS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "minilm": ("embed", MINILM, {"texts": SENTENCES, "pooling": "mean"}),
+    "llama": ("embed", cpu_env.TINY_LLAMA, {"texts": WORDS, "pooling": "last"}),
+    "bert": ("embed", "tiny-bert-embed", {"texts": WORDS, "pooling": "cls"}),
+    "adapted": ("adapt", cpu_env.TINY_LLAMA, {"texts": WORDS}),
+    "sentiment": ("classify", "tiny-bert-sentiment", {"texts": WORDS}),
+    "classes": ("classify", "tiny-llama-classifier", {"texts": WORDS}),
+    "entities": ("tokens", "tiny-bert-entities", {"texts": [ENTITY_TEXT]}),
+    "pairs": ("pairs", "tiny-bert-pairs", {"pairs": _PAIRS}),
+    "labels": ("next_token", cpu_env.TINY_LLAMA, {"prompts": _PAIRS, "labels": LABEL_IDS}),
+    "rerank": ("rerank", "tiny-qwen3", {"prompts": _PROMPTS}),
+    "rerank-instructed": ("rerank", "tiny-qwen3", {"prompts": _INSTRUCTED}),
+    "see": ("see", "tiny-llava", {"prompt": SEEING_PROMPT, "images": _IMAGES, "count": 6}),
+    "see-qwen": ("see", QWEN_VL, {"prompt": QWEN_PROMPT, "images": _IMAGES, "count": 6}),
+}
+"""The reference's work, by the name that a test asks for: what to compute, with which model, of what."""
+
+
+def _job(name: str) -> dict[str, Any]:
+    kind, model_name, inputs = JOBS[name]
+    found = {"kind": kind, "model": str(model(model_name)), **inputs}
+    if kind == "adapt":
+        found["adapter"] = str(model(ADAPTER))
+    return found
 
 
 class Reference:
     """Runs the reference beside the engines; its answers are waited for when they are first needed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Collection[str]) -> None:
         self._answers = folder / "answers.json"
         asked = folder / "jobs.json"
-        asked.write_text(json.dumps(jobs()), encoding="utf-8")
+        asked.write_text(json.dumps({name: _job(name) for name in names}), encoding="utf-8")
         script = Path(__file__).with_name("reference.py")
         self._process = subprocess.Popen([sys.executable, str(script), str(asked), str(self._answers)])
 
     def __getitem__(self, name: str) -> Any:
-        """The answer to one of `jobs`."""
+        """The answer to one of the jobs that were named."""
         assert self._process.wait(300) == 0
         return json.loads(self._answers.read_text(encoding="utf-8"))[name]
 
