@@ -58,6 +58,7 @@ class GenerationSupport:
     stop_in_output: bool = True
     cache_salt: bool = False
     prefix_cache_bypass: bool = False
+    prefill_samples: bool = False  # a prefill engine draws the first token itself, unseen
     modalities: frozenset[inputs_pb2.Modality.ValueType] = frozenset()
 
 

@@ -87,7 +87,7 @@ def check_generate(request: generate_pb2.GenerateRequest, description: EngineDes
             "priority", "this engine does not schedule by priority as it is configured; leave it out"
         )
     if description.role == discovery_pb2.ENGINE_ROLE_PREFILL:
-        _check_prefill(request)
+        _check_prefill(request, samples=support.prefill_samples)
 
 
 def wants_several(sampling: generate_pb2.SamplingParams) -> int:
@@ -340,10 +340,12 @@ def modality_of(item: inputs_pb2.MediaItem) -> inputs_pb2.Modality.ValueType:
     return item.modality if known and item.modality else inputs_pb2.MODALITY_IMAGE
 
 
-def _check_prefill(request: generate_pb2.GenerateRequest) -> None:
-    """A prefill server emits no tokens, so what only shapes tokens has no meaning there."""
+def _check_prefill(request: generate_pb2.GenerateRequest, *, samples: bool) -> None:
+    """A prefill server emits no tokens, so what only shapes tokens has no meaning there, unless it draws the first."""
     if wants_several(request.sampling) > 1:
         raise invalid("sampling.num_sequences", "a prefill server computes one prompt; ask for one", limit=1)
+    if samples:
+        return
     if request.HasField("guided"):
         raise invalid("guided", "a prefill server emits no tokens to guide; send it to the decode server")
     if request.response.return_output_logprobs:

@@ -23,18 +23,24 @@ class HandOffWanted:
 
 
 def in_role(
-    description: EngineDescription, role: discovery_pb2.EngineRole.ValueType, connector: KvConnector
+    description: EngineDescription,
+    role: discovery_pb2.EngineRole.ValueType,
+    connector: KvConnector,
+    *,
+    prefill_samples: bool = False,
 ) -> EngineDescription:
     """The description of an engine that only prefills or only decodes.
 
     A prefill engine emits no tokens, and a decode engine does not compute the prompt: what the other one does is
-    not offered here, so that a caller learns from discovery which leg to ask (MODEL-07).
+    not offered here, so that a caller learns from discovery which leg to ask (MODEL-07). With `prefill_samples` the
+    first token is drawn on the prefill side, unseen, so that what shapes it belongs to both. One hand-over is one
+    sequence.
     """
     generation = description.generation
-    if generation is not None and role == discovery_pb2.ENGINE_ROLE_PREFILL:
-        generation = dataclasses.replace(
-            generation, output_logprobs=None, guided_modes=frozenset(), max_num_sequences=1
-        )
-    elif generation is not None and role == discovery_pb2.ENGINE_ROLE_DECODE:
+    if generation is not None:
+        generation = dataclasses.replace(generation, max_num_sequences=1, prefill_samples=prefill_samples)
+    if generation is not None and (role == discovery_pb2.ENGINE_ROLE_DECODE or prefill_samples):
         generation = dataclasses.replace(generation, prompt_logprobs=None)
+    elif generation is not None:
+        generation = dataclasses.replace(generation, output_logprobs=None, guided_modes=frozenset())
     return dataclasses.replace(description, role=role, kv_connector=connector, generation=generation)
