@@ -8,15 +8,20 @@ Version-specific like `config`.
 from __future__ import annotations
 
 import enum
+import json
+import logging
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.environ import envs
 
 from openengine.v1 import inputs_pb2, tasks_pb2
 from openengine_adapters.engine import TaskSupport
+
+log = logging.getLogger(__name__)
 
 MAX_LABEL_TOKEN_IDS = 128
 """The most label tokens of one call. SGLang itself has no limit."""
@@ -69,6 +74,16 @@ def reads_both_ways(architectures: Collection[str]) -> bool:
     return not _ENCODERS.isdisjoint(architectures)
 
 
+def pools_otherwise(model: Path, architectures: Collection[str]) -> bool:
+    """Whether a sentence transformer's files name another token than the one that SGLang takes for the whole input."""
+    try:
+        wanted = json.loads((model / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    token = "cls_token" if reads_both_ways(architectures) else "lasttoken"
+    return not wanted.get(f"pooling_mode_{token}")
+
+
 def task_config(manager: Any, modalities: Collection[inputs_pb2.Modality.ValueType]) -> TaskConfig:
     """`manager` is SGLang's tokenizer manager; `modalities` is what the model takes beside text."""
     model = manager.model_config
@@ -93,6 +108,10 @@ def task_config(manager: Any, modalities: Collection[inputs_pb2.Modality.ValueTy
         )
     if not _embeds(manager):
         return TaskConfig()
+    if pools_otherwise(Path(manager.model_path), architectures):
+        log.warning(
+            "the model's files ask for another pooling than SGLang's: its embeddings are not the model's own"
+        )
     everything = words
     if modalities:
         everything = {

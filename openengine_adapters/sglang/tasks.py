@@ -171,8 +171,10 @@ class SglangTasks:
         media = piece.call.media.get(item.item_id, ())
         async with self._prompts.rendered(prompt, media, field=place) as rendered:
             self._check_ids(place, rendered.ids)
+            # For some models SGLang ends a text in a way of its own, so a text stays one.
+            fields = {"text": prompt} if isinstance(prompt, str) and not media else rendered.fields
             request = EmbeddingReqInput(
-                rid=piece.id, **rendered.fields, dimensions=dimensions, **self._extras(piece.call)
+                rid=piece.id, **fields, dimensions=dimensions, **self._extras(piece.call)
             )
             output = await self._answer(piece, request)
         return _tensor(output, output["embedding"])
@@ -229,8 +231,6 @@ class SglangTasks:
 
     def _extras(self, call: TaskCall) -> dict[str, Any]:
         extras: dict[str, Any] = {"external_trace_header": dict(call.trace_headers) or None}
-        if call.lora is not None:
-            extras["lora_path"] = call.lora.name
         if call.priority is not None:
             extras["priority"] = -call.priority if self._low_priority_first else call.priority
         return extras
@@ -253,7 +253,9 @@ class SglangTasks:
 def meant(values: Values, head: Head, semantics: tasks_pb2.TaskValueSemantics.ValueType) -> Values:
     """What a head's values become under the semantics asked for; those that the head has anyway stay."""
     if head is Head.PROBABILITIES:
-        return [math.log(value) for value in values] if semantics == _LOG_PROBABILITIES else values
+        if semantics != _LOG_PROBABILITIES:
+            return values
+        return [math.log(value) if value else -math.inf for value in values]
     if semantics == _PROBABILITIES:
         return (
             _softmax(values) if head is Head.SOFTMAX else [math.exp(_log_sigmoid(value)) for value in values]
