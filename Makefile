@@ -17,7 +17,7 @@ STAGES += test-fast
 STAGES += test-mutants
 STAGES += $(if $(wildcard tests/vllm),test-vllm)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
-STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference)
+STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference conformance-reference-ranks)
 STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm conformance-vllm-lora)
 STAGES += $(if $(wildcard openengine_adapters/sglang/__main__.py),conformance-sglang)
 endif
@@ -63,15 +63,16 @@ test-sglang: models-sglang ## the tests against the real SGLang
 	.venv/sglang/bin/python -m pytest tests/sglang $(ARGS)
 
 .PHONY: conformance
-conformance: conformance-$(ENGINE) $(if $(filter vllm,$(ENGINE)),conformance-$(ENGINE)-lora) ## the suite against ENGINE=reference|vllm|sglang
+conformance: conformance-$(ENGINE) ## the suite against ENGINE=reference|vllm|sglang
 
-.PHONY: conformance-reference conformance-vllm conformance-sglang
-conformance-reference conformance-vllm conformance-sglang: conformance-%: venv-dev models-%
-	$(DEV)/python scripts/setup/conformance.py $* $(ARGS)
+CONFORMANCE := $(foreach engine,reference vllm sglang,conformance-$(engine) conformance-$(engine)-ranks)
+CONFORMANCE += conformance-vllm-lora conformance-sglang-lora
 
-.PHONY: conformance-vllm-lora
-conformance-vllm-lora: conformance-%-lora: venv-dev models-%
-	$(DEV)/python scripts/setup/conformance.py $* --with-lora $(ARGS)
+# conformance-ENGINE, or conformance-ENGINE-KIND for a server that is set up in another way.
+.PHONY: $(CONFORMANCE)
+$(CONFORMANCE): conformance-%: venv-dev
+	@$(MAKE) --no-print-directory models-$(firstword $(subst -, ,$*))
+	$(DEV)/python scripts/setup/conformance.py $(subst -, ,$*) $(ARGS)
 
 .PHONY: conformance-tasks conformance-tasks-few
 conformance-tasks: venv-dev models-vllm models-sglang ## the suite against a task server of each kind, on both engines
