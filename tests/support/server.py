@@ -85,7 +85,7 @@ class Server:
         """The client command whose exit status is 0 once the server is READY."""
         return ["openengine", "health", "--target", self.target]
 
-    def wait_ready(self, timeout: float = 300) -> float:
+    def wait_ready(self, timeout: float = 600) -> float:
         """Wait until the server says READY and return how many seconds that took."""
         assert self._process is not None
         began = time.monotonic()
