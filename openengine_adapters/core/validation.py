@@ -15,6 +15,7 @@ import grpc
 from openengine.v1 import discovery_pb2, generate_pb2, inputs_pb2, model_pb2
 from openengine_adapters.core.errors import Rejected, invalid
 from openengine_adapters.core.response_rules import check_response
+from openengine_adapters.core.sizes import check_sizes
 from openengine_adapters.core.vocabulary import check_vocabulary
 from openengine_adapters.engine import EngineDescription, GenerationSupport
 
@@ -77,6 +78,7 @@ def check_generate(request: generate_pb2.GenerateRequest, description: EngineDes
     _check_kv(request.kv, description, support)
     if request.HasField("guided"):
         _check_guided(request.guided, support)
+    check_sizes(request)
     check_media("media", request.media, support.modalities)
     if request.lora_name and not description.lora:
         raise invalid(

@@ -1,0 +1,36 @@
+"""Sizes that nothing but a message's own would bound, and that an engine pays for many times over (GEN-10)."""
+
+from __future__ import annotations
+
+from openengine.v1 import generate_pb2
+from openengine_adapters.core.errors import invalid
+
+MAX_GUIDE = 64 * 1024
+"""Bytes of a guide: compiled, it takes up to ten thousand times as much memory of the engine."""
+
+MAX_REGEX = 4 * 1024
+"""Bytes of a regular expression: the time to compile it can grow with its square, in a thread that nobody can stop."""
+
+MAX_SALT = 1024
+"""Bytes of a cache salt, which engines repeat in the KV events of every block."""
+
+
+def check_sizes(request: generate_pb2.GenerateRequest) -> None:
+    """Refuse what could exhaust the engine's memory or its compiler. Raises `Rejected`."""
+    guided = request.guided
+    kind = guided.WhichOneof("guide")
+    if kind == "choice":
+        _check("guided.choice", *guided.choice.choices, most=MAX_GUIDE)
+    elif kind == "regex":
+        _check("guided.regex", guided.regex, most=MAX_REGEX)
+    elif kind is not None and kind != "json_object":
+        _check(f"guided.{kind}", str(getattr(guided, kind)), most=MAX_GUIDE)
+    _check("kv.cache_salt", request.kv.cache_salt, most=MAX_SALT)
+
+
+def _check(field: str, *texts: str, most: int) -> None:
+    size = sum(len(text.encode()) for text in texts)
+    if size > most:
+        raise invalid(
+            field, f"{size} bytes are more than the {most} that this server takes", limit=most, value=size
+        )
