@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from openengine_adapters.core.capabilities import DEFAULT_SCHEMA_RELEASE, check_schema_release
 from openengine_adapters.core.fetch import HostRule
-from openengine_adapters.core.kv.discovery import SOURCES, is_wildcard
+from openengine_adapters.core.handoff.roles import HandOffWanted
+from openengine_adapters.core.kv.discovery import SOURCES, Reachable, is_wildcard
 from openengine_adapters.core.kv.messages import HASH_ENCODERS
 from openengine_adapters.core.media import MediaPolicy
 from openengine_adapters.engine import Lora, StartupError
@@ -29,6 +30,8 @@ class ServerOptions:
     schema_release: str
     advertise_host: str
     role: str | None
+    kv_session_port: int
+    kv_session_timeout: float
     kv_events: bool
     kv_source: str
     kv_hash_encoding: str
@@ -42,6 +45,14 @@ class ServerOptions:
     log_level: str
     log_format: str
     print_capabilities: bool
+
+    @property
+    def hand_off(self) -> HandOffWanted:
+        """What a disaggregated server needs of these options."""
+        host = Reachable(advertise_host=self.advertise_host, listen_host=self.host).host()
+        return HandOffWanted(
+            role=self.role, host=host, port=self.kv_session_port, timeout=self.kv_session_timeout
+        )
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +78,14 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--role", choices=ROLES, help="role, where the engine's own configuration leaves it open"
     )
+    group.add_argument(
+        "--kv-session-port", type=_port, default=0, metavar="PORT",
+        help="port where a prefill server answers decode servers, 0 for a free one (default: 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-session-timeout", type=_seconds, default=30.0, metavar="S",
+        help="how long a prefill server waits for a decode server (default: 30; less where the engine's lease is)",
+    )  # fmt: skip
     group.add_argument(
         "--kv-events", action=argparse.BooleanOptionalAction, default=False,
         help="publish KV cache events; flags of the engine for the same go before (default: off)",
@@ -135,6 +154,8 @@ def server_options(parsed: argparse.Namespace) -> ServerOptions:
         schema_release=parsed.schema_release,
         advertise_host=parsed.advertise_host or "",
         role=parsed.role,
+        kv_session_port=parsed.kv_session_port,
+        kv_session_timeout=parsed.kv_session_timeout,
         kv_events=parsed.kv_events,
         kv_source=parsed.kv_source,
         kv_hash_encoding=parsed.kv_hash_encoding,

@@ -82,7 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kv_events = KvEventsWanted(options.kv_events, reachable=options.kv_source != "grpc")
     return launch(
         lambda: VllmEngine.from_flags(
-            parsed, kv_events, ours.score_template or "", number_loras(ours.lora_modules)
+            parsed,
+            kv_events,
+            ours.score_template or "",
+            number_loras(ours.lora_modules),
+            options.hand_off,
         ),
         options,
     )

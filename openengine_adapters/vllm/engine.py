@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -16,8 +17,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from openengine.v1 import generate_pb2, tasks_pb2
+from openengine.v1 import generate_pb2, kv_pb2, tasks_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
+from openengine_adapters.core.handoff.roles import HandOffWanted, in_role
 from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
 from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
@@ -36,6 +38,7 @@ from openengine_adapters.engine import (
 )
 from openengine_adapters.publishers import KvEventsWanted
 from openengine_adapters.vllm import config, errors, kv, media, outputs, requests
+from openengine_adapters.vllm.disaggregation import Decodes, Prefills, hand_off
 from openengine_adapters.vllm.load import LoadBoard
 from openengine_adapters.vllm.lora import LoraHost, check_lora_config, configure_lora
 from openengine_adapters.vllm.steps import StepEvents
@@ -56,8 +59,11 @@ class VllmEngine:
         kv_events: KvEventsWanted | None = None,
         score_template: str = "",
         loras: Sequence[Lora] = (),
+        wanted: HandOffWanted | None = None,
     ) -> None:
         self._args = args
+        self._wanted = wanted or HandOffWanted()
+        self._hand_off: Prefills | Decodes | None = None
         self._score_template = score_template
         self._static_loras = tuple(loras)
         self._loras: LoraHost | None = None
@@ -78,10 +84,11 @@ class VllmEngine:
         kv_events: KvEventsWanted | None = None,
         score_template: str = "",
         loras: Sequence[Lora] = (),
+        wanted: HandOffWanted | None = None,
     ) -> VllmEngine:
         """Make an engine from vLLM's parsed flags. Raises `StartupError` when vLLM refuses them."""
         try:
-            return cls(AsyncEngineArgs.from_cli_args(flags), kv_events, score_template, loras)
+            return cls(AsyncEngineArgs.from_cli_args(flags), kv_events, score_template, loras, wanted)
         except Exception as error:
             raise StartupError(f"vLLM does not take these flags: {_one_line(error)}") from error
 
@@ -123,6 +130,9 @@ class VllmEngine:
             served,
             modalities,
         )
+        if self._hand_off is not None:
+            connector = await self._hand_off.start(llm)
+            self._description = in_role(self._description, self._hand_off.role, connector)
         self._prompts = media.Prompts(llm)
         self._tasks = VllmTasks(
             llm, self._description, served, self._prompts, self.lora_request, self._score_template
@@ -149,6 +159,7 @@ class VllmEngine:
             self._args.kv_events_config, self._args.data_parallel_size
         )
         configure_lora(self._args)
+        self._hand_off = hand_off(self._args, self._wanted)
         built = self._args.create_engine_config()
         self._kv_events.check(built)
         check_lora_config(built)
@@ -163,6 +174,8 @@ class VllmEngine:
         """Shut vLLM down; its own shutdown blocks, so it runs in a thread."""
         llm, self._llm = self._llm, None
         if llm is not None:
+            if self._hand_off is not None:
+                await self._hand_off.stop()
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
         self._kv_events.close()
 
@@ -176,8 +189,11 @@ class VllmEngine:
         return self._board.steps
 
     def unfinished(self) -> int:
-        """Requests that vLLM has not finished."""
-        return 0 if self._llm is None else self._llm.get_num_unfinished_requests()
+        """Requests that vLLM has not finished, but for those that wait for another server's blocks."""
+        if self._llm is None:
+            return 0
+        waiting = self._hand_off.decoding.waiting if isinstance(self._hand_off, Decodes) else 0
+        return max(0, int(self._llm.get_num_unfinished_requests()) - waiting)
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -187,26 +203,47 @@ class VllmEngine:
         `AsyncLLM.generate` would report a refusal only at its first step; `add_request`, which it is built on,
         returns as soon as the core has the request.
         """
-        llm = self.llm
-        request = call.request
         try:
-            params = requests.sampling_params(call, self._defaults)
             prompt = await self._prompt(call)
-            collector = await llm.add_request(
-                call.id,
-                prompt,
-                params,
-                lora_request=self.lora_request(call.lora),
-                trace_headers=call.trace_headers or None,
-                priority=requests.priority(request),
-                data_parallel_rank=_data_parallel_rank(request),
-            )
+            if isinstance(self._hand_off, Decodes):
+                return await self._decode(call, prompt, self._hand_off)
+            return await self._admit(call, prompt)
         except Exception as error:
-            raise errors.before_acceptance(error, request) from error
+            raise errors.before_acceptance(error, call.request) from error
+
+    async def _admit(
+        self, call: GenerateCall, prompt: Any, engine_id: str = "", handed: dict[str, Any] | None = None
+    ) -> AsyncGenerator[Step, None]:
+        """Add a request, with what a prefill server handed over on a decode server."""
+        llm, request = self.llm, call.request
+        prefills = self._hand_off if isinstance(self._hand_off, Prefills) else None
+        collector = await llm.add_request(
+            engine_id or call.id,
+            prompt,
+            requests.sampling_params(call, self._defaults, handed)
+            if prefills is None
+            else requests.prefill_params(call, prefills.kv_transfer_params),
+            lora_request=self.lora_request(call.lora),
+            trace_headers=call.trace_headers or None,
+            priority=requests.priority(request),
+            data_parallel_rank=_data_parallel_rank(request),
+        )
         assert self._description is not None
         self._internal_ids[call.id] = collector.request_id
+        reader = outputs.OutputReader(request, self._description.eos_token_ids)
+        if prefills is None:
+            return self._stream(llm, call.id, collector, reader.read)
         return self._stream(
-            llm, call.id, collector, outputs.OutputReader(request, self._description.eos_token_ids)
+            llm, call.id, collector, prefills.reader(call, prompt["prompt_token_ids"], reader)
+        )
+
+    async def _decode(self, call: GenerateCall, prompt: Any, decodes: Decodes) -> AsyncGenerator[Step, None]:
+        return await decodes.serve(
+            call,
+            decodes.read(call.request.kv.session),
+            prompt["prompt_token_ids"],
+            admit=functools.partial(self._admit, call, prompt),
+            abort=functools.partial(self.abort, call.id),
         )
 
     async def _prompt(self, call: GenerateCall) -> Any:
@@ -218,7 +255,7 @@ class VllmEngine:
             request.prompt if field == "prompt" else request.token_ids.ids,
             call.media,
             field="media",
-            cache_salt=request.kv.cache_salt if request.kv.HasField("cache_salt") else None,
+            cache_salt=requests.cache_salt(request),
         )
         ids: Sequence[int] = prompt["prompt_token_ids"]
         if not ids:
@@ -228,7 +265,11 @@ class VllmEngine:
         return prompt
 
     async def _stream(
-        self, llm: AsyncLLM, call_id: str, collector: RequestOutputCollector, reader: outputs.OutputReader
+        self,
+        llm: AsyncLLM,
+        call_id: str,
+        collector: RequestOutputCollector,
+        read: Callable[[RequestOutput], Step],
     ) -> AsyncGenerator[Step, None]:
         finished = False
         try:
@@ -238,7 +279,7 @@ class VllmEngine:
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
                 if output is not STREAM_FINISHED:
-                    yield reader.read(output)
+                    yield read(output)
         except EngineDeadError as error:
             finished = True
             raise EngineDied from error
@@ -257,8 +298,32 @@ class VllmEngine:
         """
         if self._llm is None or self._llm.errored:
             return
+        if isinstance(self._hand_off, Prefills):
+            self._hand_off.sessions.end_call(call_id)  # whoever aborts has not learnt of it
         internal = self._internal_ids.pop(call_id, None)
         await self._llm.abort(internal or call_id, internal=internal is not None)
+
+    # -------------------------------------------------------------------------------------------- sessions
+
+    def check_session(self, session: kv_pb2.KvSessionRef) -> None:
+        """Check a session before anything else is done with the request."""
+        assert isinstance(self._hand_off, Decodes)  # the core asks decode engines only
+        self._hand_off.read(session)
+
+    async def release_session(self, session_id: str) -> bool | None:
+        """End a session and free its blocks."""
+        if not isinstance(self._hand_off, Prefills):
+            return None
+        return await self._hand_off.release(session_id)
+
+    async def end_sessions(self) -> None:
+        """End every session that no decode server is attached to."""
+        if isinstance(self._hand_off, Prefills):
+            self._hand_off.sessions.end_all()
+
+    def open_sessions(self) -> int:
+        """Sessions whose blocks no decode server has fetched yet."""
+        return len(self._hand_off.sessions) if isinstance(self._hand_off, Prefills) else 0
 
     # ----------------------------------------------------------------------------------------------- tasks
 

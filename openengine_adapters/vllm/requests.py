@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -22,8 +23,14 @@ _SAMPLING_FIELDS = (
 )
 
 
-def sampling_params(call: GenerateCall, defaults: dict[str, Any]) -> SamplingParams:
-    """Build vLLM's parameters; `defaults` is the model's own generation config (SAMP-01)."""
+def sampling_params(
+    call: GenerateCall, defaults: dict[str, Any], kv_transfer_params: dict[str, Any] | None = None
+) -> SamplingParams:
+    """Build vLLM's parameters; `defaults` is the model's own generation config (SAMP-01).
+
+    `kv_transfer_params` tell a decode engine where the prompt's blocks are. It must read them, so that there the
+    prefix cache is bypassed by a salt (`cache_salt`), not by reading nothing.
+    """
     request = call.request
     sampling, stopping = request.sampling, request.stopping
     values = {name: value for name, value in defaults.items() if name in _SAMPLING_FIELDS}
@@ -42,10 +49,45 @@ def sampling_params(call: GenerateCall, defaults: dict[str, Any]) -> SamplingPar
         include_stop_str_in_output=call.keep_stop,
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=_structured_outputs(request),
-        skip_reading_prefix_cache=True if request.kv.bypass_prefix_cache else None,
+        skip_reading_prefix_cache=True
+        if request.kv.bypass_prefix_cache and not request.kv.HasField("session")
+        else None,
         skip_clone=True,
+        **_handed_over(kv_transfer_params),
         **_logprobs(request.response),
     )
+
+
+def prefill_params(call: GenerateCall, kv_transfer_params: dict[str, Any] | None) -> SamplingParams:
+    """Build vLLM's parameters for a prompt alone: one token, which nobody sees, and no end before it.
+
+    vLLM hands over only what ended by its length; how tokens are drawn is the decode server's to know.
+    """
+    request = call.request
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        skip_reading_prefix_cache=True if request.kv.bypass_prefix_cache else None,
+        skip_clone=True,
+        **_handed_over(kv_transfer_params),
+        **_logprobs(request.response),
+    )
+
+
+def cache_salt(request: generate_pb2.GenerateRequest) -> str | None:
+    """The salt of the request's blocks; one of its own where a decode engine must not find any (KVOPT-01)."""
+    if request.kv.bypass_prefix_cache and request.kv.HasField("session"):
+        return uuid.uuid4().hex
+    return request.kv.cache_salt if request.kv.HasField("cache_salt") else None
+
+
+def _handed_over(kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
+    if kv_transfer_params is None:
+        return {}
+    return {"extra_args": {"kv_transfer_params": kv_transfer_params}}
 
 
 def priority(request: generate_pb2.GenerateRequest) -> int:
