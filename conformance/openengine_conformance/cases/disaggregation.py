@@ -290,14 +290,35 @@ async def session_is_gone(ctx: Context) -> None:
     ref = await _prefill(ctx, prompt)
     await ctx.call(ctx.rpc.Abort, lifecycle_pb2.AbortRequest(kv_session=ref))
     async with _decoder(ctx) as decoder:
-        stream = decoder.open(prompt, ref)
-        code = await stream.outcome()
-        expect_in(code, (Code.OK, Code.NOT_FOUND), f"the status ({stream.details})")
-        if code is Code.OK:
-            if stream.error is None:
-                fail("a session that was aborted was served")
-            expect_in(stream.error.code, GONE, "the EngineError's code")
+        await _expect_gone(decoder.open(prompt, ref), "a session that was aborted")
         await decoder.open(prompt, await _prefill(ctx, prompt)).rest()
+
+
+@case(
+    "disaggregation.session_serves_once",
+    "A session that was handed over is not held any more: a second request with it fails, and the decoder serves on.",
+    "PD-03",
+    "PD-04",
+    needs=[needs.PREFILL, needs.PEER],
+    exclusive=True,
+)
+async def session_serves_once(ctx: Context) -> None:
+    prompt = ctx.unique_prompt(40)
+    ref = await _prefill(ctx, prompt)
+    async with _decoder(ctx) as decoder:
+        await decoder.open(prompt, ref).rest()
+        await _expect_gone(decoder.open(prompt, ref), "a session that had been handed over")
+        await decoder.open(prompt, await _prefill(ctx, prompt)).rest()
+
+
+async def _expect_gone(stream: Stream, what: str) -> None:
+    """The request is refused NOT_FOUND, or accepted and ended with an EngineError that says why."""
+    code = await stream.outcome()
+    expect_in(code, (Code.OK, Code.NOT_FOUND), f"the status ({stream.details})")
+    if code is Code.OK:
+        if stream.error is None:
+            fail(f"{what} was served")
+        expect_in(stream.error.code, GONE, "the EngineError's code")
 
 
 @case(
