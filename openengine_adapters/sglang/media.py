@@ -78,6 +78,7 @@ class Prompts:
         self._tokenizer = manager.tokenizer
         self._processor = manager.mm_processor
         self._limit = _limit(manager)
+        self._longest_text = manager.context_len * max(map(len, manager.tokenizer.get_vocab()))
         self._admissions = asyncio.Semaphore(ADMISSIONS_AT_ONCE)
 
     @contextlib.asynccontextmanager
@@ -104,6 +105,17 @@ class Prompts:
             text = await self._text(prompt, len(media), field)
             ids = self._expanded(text, await self.tokens(text), sizes, field)
             yield Prompt(ids, {"text": text, "image_data": [one.data for one in media]})
+
+    def check_text(self, field: str, *texts: str) -> None:
+        """Refuse, untokenised, what a whole context of the longest tokens could not spell. Raises `Rejected`."""
+        length = sum(map(len, texts))
+        if length > self._longest_text:
+            raise invalid(
+                field,
+                f"{length} characters are more than the {self._longest_text} that the context could hold; shorten it",
+                limit=self._longest_text,
+                value=length,
+            )
 
     async def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text as SGLang makes them; `special` lets the tokenizer add its special tokens."""

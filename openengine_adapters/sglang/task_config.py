@@ -20,6 +20,7 @@ from sglang.srt.environ import envs
 
 from openengine.v1 import inputs_pb2, tasks_pb2
 from openengine_adapters.engine import TaskSupport
+from openengine_adapters.sglang.reranking import Reranker, reranker
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Scoring(enum.Enum):
 
     LABELS = enum.auto()  # the next token's probabilities on a generating model
     PAIRS = enum.auto()  # a cross-encoder reads query and candidate together
+    PROMPTS = enum.auto()  # a generating model is asked whether the candidate answers the query
     SIMILARITY = enum.auto()  # the cosine of two embeddings
 
 
@@ -64,6 +66,7 @@ class TaskConfig:
     classify: TaskSupport | None = None
     score: TaskSupport | None = None
     scoring: Scoring | None = None
+    reranker: Reranker | None = None
     head: Head = Head.OTHER
     labels: tuple[str, ...] = ()
     dimensions: frozenset[int] = frozenset()  # the only sizes that embeddings can be cut to; empty: any
@@ -93,12 +96,18 @@ def task_config(manager: Any, modalities: Collection[inputs_pb2.Modality.ValueTy
         "priority": bool(manager.config_value("enable_priority_scheduling")),
     }
     words = {**common, "input_types": (tasks_pb2.TASK_INPUT_TYPE_TEXT, tasks_pb2.TASK_INPUT_TYPE_TOKEN_IDS)}
+    one_text = {**common, "input_types": (tasks_pb2.TASK_INPUT_TYPE_TEXT,)}
+    if (asked := reranker(manager)) is not None:
+        return TaskConfig(
+            score=TaskSupport(**one_text, **_pair_scoring(Head.OTHER), instruction=True),
+            scoring=Scoring.PROMPTS,
+            reranker=asked,
+        )
     if manager.is_generation:
         return TaskConfig(score=TaskSupport(**words, **_LABEL_SCORING), scoring=Scoring.LABELS)
     if _classifies(architectures):
         head = _head(model.hf_config, architectures)
         pairs = not _CROSS_ENCODERS.isdisjoint(architectures) and model.hf_config.num_labels == 1
-        one_text = {**common, "input_types": (tasks_pb2.TASK_INPUT_TYPE_TEXT,)}
         return TaskConfig(
             classify=TaskSupport(**words, semantics=_SEMANTICS[head]),
             score=TaskSupport(**one_text, **_pair_scoring(head)) if pairs else None,

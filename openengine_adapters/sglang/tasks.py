@@ -97,6 +97,8 @@ class SglangTasks:
             return await self._score_labels(call, group, options)
         if self._config.scoring is Scoring.PAIRS:
             return await self._score_pairs(call, group, options)
+        if self._config.scoring is Scoring.PROMPTS:
+            return await self._score_prompts(call, group, options)
         return await self._score_similarity(call, group)
 
     async def _score_labels(
@@ -140,6 +142,26 @@ class SglangTasks:
         tensors = await run_batch(group.candidates, one, CANDIDATES_AT_ONCE)
         return GroupScores(tensors, semantics, _NONE, higher_is_better=True)
 
+    async def _score_prompts(
+        self, call: TaskCall, group: tasks_pb2.ScoreGroup, options: tasks_pb2.ScoreOptions
+    ) -> GroupScores:
+        """A reranker that is a language model: how likely its "yes" is, of "yes" and "no" (SCO-04)."""
+        reranker = self._config.reranker
+        assert reranker is not None
+
+        async def one(index: int, candidate: tasks_pb2.TaskInput) -> Tensor:
+            piece = _Piece(call, call.part_id(index), f"{call.place}.candidates[{index}]")
+            self._prompts.check_text(piece.place, group.query.text, candidate.text, options.instruction)
+            prompt = reranker.prompt(group.query.text, candidate.text, options.instruction)
+            ids = await self._prompts.tokens(prompt)
+            check_input_length(piece.place, len(ids), self._description, new_tokens=1)
+            tensor = await self._next_token(piece, ids, reranker.labels)
+            tensor.values, tensor.shape = _softmax(tensor.values)[:1], (1,)
+            return tensor
+
+        tensors = await run_batch(group.candidates, one, CANDIDATES_AT_ONCE)
+        return GroupScores(tensors, _RELEVANCE, _NONE, higher_is_better=True)
+
     async def _score_similarity(self, call: TaskCall, group: tasks_pb2.ScoreGroup) -> GroupScores:
         """The cosine between the embedding of the query, computed once, and that of each candidate."""
 
@@ -166,6 +188,7 @@ class SglangTasks:
         prompt: str | Sequence[int] | None = None
         if holder.HasField("text"):
             prompt, place = holder.text, f"{place}.text"
+            self._prompts.check_text(place, holder.text)
         elif holder.HasField("token_ids"):
             prompt, place = holder.token_ids.ids, f"{place}.token_ids"
         media = piece.call.media.get(item.item_id, ())
@@ -180,6 +203,7 @@ class SglangTasks:
         return _tensor(output, output["embedding"])
 
     async def _pool_pair(self, piece: _Piece, query: str, candidate: str) -> Tensor:
+        self._prompts.check_text(piece.place, query, candidate)
         if len(query) + len(candidate) < LONG_TEXT:
             count = self._pair_length(query, candidate)
         else:
@@ -221,6 +245,7 @@ class SglangTasks:
         """The ids of one part of a prompt; only the first part begins with the tokenizer's special tokens."""
         if item.HasField("token_ids"):
             return list(item.token_ids.ids)
+        self._prompts.check_text(place, item.text)
         return await self._prompts.tokens(item.text, special=special)
 
     def _check_ids(self, place: str, ids: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.setup.build_task_models import MINILM
 from tests.support import cpu_env
 from tests.support.server import REPOSITORY, ServerFailed, executable, serving
-from tests.support.tasks.cases import QWEN_PLACE, QWEN_VL, SCORE_TEMPLATE
+from tests.support.tasks.cases import QWEN_PLACE, QWEN_VL, RERANKER_TEMPLATE, SCORE_TEMPLATE
 
 _POOLING: Final = ("--runner", "pooling")
 _EMBED: Final = (*_POOLING, "--convert", "embed")
@@ -38,10 +38,14 @@ _RERANKER: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One server: a model of ours and flags of its own. `place` is an image's placeholder, where media are tried."""
+    """One server: a model of ours and flags of its own, one of them perhaps with a template's file.
+
+    `place` is an image's placeholder, where media are tried.
+    """
 
     model: str
     flags: tuple[str, ...] = ()
+    template: tuple[str, str] | None = None
     place: str = ""
     sees: bool = False
     few: bool = False
@@ -53,7 +57,11 @@ KINDS: Final = {
     "vllm:sentiment": Kind("tiny-bert-sentiment", ("--max-model-len", "512")),
     "vllm:entities": Kind("tiny-bert-entities", ("--max-model-len", "512")),
     "vllm:pairs": Kind("tiny-bert-pairs", ("--max-model-len", "512")),
-    "vllm:reranker": Kind("tiny-qwen3", (*_POOLING, "--hf-overrides", json.dumps(_RERANKER))),
+    "vllm:reranker": Kind(
+        "tiny-qwen3",
+        (*_POOLING, "--hf-overrides", json.dumps(_RERANKER)),
+        template=("--score-template", SCORE_TEMPLATE),
+    ),
     "vllm:labels": Kind(cpu_env.TINY_LLAMA, ("--scheduling-policy", "priority")),
     "vllm:images": Kind("tiny-llava", _EMBED, sees=True),
     "vllm:eyes": Kind("tiny-llava", place="<image>", sees=True),
@@ -62,6 +70,7 @@ KINDS: Final = {
     "sglang:sentiment": Kind("tiny-bert-sentiment", ("--context-length", "512")),
     "sglang:classes": Kind("tiny-llama-classifier"),
     "sglang:pairs": Kind("tiny-bert-pairs", ("--context-length", "512"), few=True),
+    "sglang:reranker": Kind("tiny-qwen3", template=("--chat-template", RERANKER_TEMPLATE)),
     "sglang:labels": Kind(cpu_env.TINY_LLAMA, ("--enable-priority-scheduling",)),
     "sglang:images": Kind(QWEN_VL, ("--is-embedding", "--mm-attention-backend", "sdpa")),
     "sglang:eyes": Kind(QWEN_VL, ("--mm-attention-backend", "sdpa"), place=QWEN_PLACE),
@@ -79,10 +88,11 @@ def run(name: str, options: list[str]) -> int:
     flags = list(kind.flags)
     print(f"== {name}: {kind.model} {' '.join(flags)}", flush=True)
     with tempfile.NamedTemporaryFile("w", suffix=".jinja", encoding="utf-8") as template:
-        if name == "vllm:reranker":
-            template.write(SCORE_TEMPLATE)
+        if kind.template is not None:
+            flag, text = kind.template
+            template.write(text)
             template.flush()
-            flags += ["--score-template", template.name]
+            flags += [flag, template.name]
         with serving(engine, kind.model, flags, env) as server:
             suite = [executable("reference", "openengine-conformance"), "--target", server.target]
             suite += (

@@ -8,7 +8,10 @@ import pytest
 
 from tests.support.tasks.cases import Reference
 
-_JOBS = ("llama", "bert", "sentiment", "classes", "pairs", "labels", "see-qwen")
+_JOBS = (
+    *("llama", "bert", "sentiment", "classes", "pairs"),
+    *("labels", "asked", "asked-instructed", "see-qwen"),
+)
 
 
 @pytest.fixture(scope="session")

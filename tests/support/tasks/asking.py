@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from openengine.v1 import inputs_pb2, model_pb2, tasks_pb2
+from openengine.v1 import inputs_pb2, lifecycle_pb2, model_pb2, tasks_pb2
 from tests.support.wire import PATIENCE_S, Wire
 
 SEQUENCE = tasks_pb2.TASK_OUTPUT_GRANULARITY_SEQUENCE
@@ -96,7 +96,7 @@ async def model_info(wire: Wire) -> model_pb2.ModelInfo:
 
 
 async def serves_only(wire: Wire, *tasks: str) -> None:
-    """CAP-01, TASK-02, both ways: what is advertised is served, all else is FAILED_PRECONDITION."""
+    """CAP-01, TASK-02, HEALTH-02: what is advertised is served, all else is FAILED_PRECONDITION; the probe passes."""
     info = await model_info(wire)
     calls: dict[str, Any] = {
         "embed": lambda: embed_call(wire, ["the fox"]),
@@ -111,6 +111,8 @@ async def serves_only(wire: Wire, *tasks: str) -> None:
             code, details = await refused(call())
             assert code is grpc.StatusCode.FAILED_PRECONDITION
             assert details.startswith("context.model")
+    health = await patiently(wire.stub.Health(lifecycle_pb2.HealthRequest(include_inference_probe=True)))
+    assert health.state == lifecycle_pb2.HEALTH_STATE_READY
     assert not info.HasField("generation")
     code, _ = await wire.refused("text")
     assert code is grpc.StatusCode.FAILED_PRECONDITION

@@ -45,6 +45,19 @@ SCORE_TEMPLATE: Final = (
     "Query: {{ query.content }}\nDocument: {{ document.content }}\nAnswer:"
 )
 
+RERANKER_TEMPLATE: Final = (
+    'Note that the answer can only be "yes" or "no". {{ instruct | default("'
+    + DEFAULT_INSTRUCTION
+    + '") }}\n'
+    "Query: {{ messages[0].content }}\nDocument: {{ messages[1].content }}\nAnswer:"
+)
+
+
+def reranker_prompt(document: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
+    """What `RERANKER_TEMPLATE` makes of a pair."""
+    head = f'Note that the answer can only be "yes" or "no". {instruction}'
+    return f"{head}\nQuery: {QUERY}\nDocument: {document}\nAnswer:"
+
 
 def score_prompt(document: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
     """What `SCORE_TEMPLATE` makes of a pair."""
@@ -101,6 +114,12 @@ JOBS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "labels": ("next_token", cpu_env.TINY_LLAMA, {"prompts": _PAIRS, "labels": LABEL_IDS}),
     "rerank": ("rerank", "tiny-qwen3", {"prompts": _PROMPTS}),
     "rerank-instructed": ("rerank", "tiny-qwen3", {"prompts": _INSTRUCTED}),
+    "asked": ("rerank", "tiny-qwen3", {"prompts": [reranker_prompt(text) for text in DOCUMENTS]}),
+    "asked-instructed": (
+        "rerank",
+        "tiny-qwen3",
+        {"prompts": [reranker_prompt(text, INSTRUCTION) for text in DOCUMENTS]},
+    ),
     "see": ("see", "tiny-llava", {"prompt": SEEING_PROMPT, "images": _IMAGES, "count": 6}),
     "see-qwen": ("see", QWEN_VL, {"prompt": QWEN_PROMPT, "images": _IMAGES, "count": 6}),
 }

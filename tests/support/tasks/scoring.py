@@ -23,7 +23,7 @@ from tests.support.tasks.asking import (
     sigmoid,
     softmax,
 )
-from tests.support.tasks.cases import DOCUMENTS, LABEL_IDS, QUERY, Reference
+from tests.support.tasks.cases import DOCUMENTS, INSTRUCTION, LABEL_IDS, QUERY, Reference
 from tests.support.wire import Wire
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -65,6 +65,21 @@ async def options_that_pairs_do_not_take(pairs: Wire) -> None:
     for long in ("cat " * 600, "x" * 3_000_000):
         code, details = await refused(score_call(pairs, QUERY, [["a"], ["a", long]]))
         assert (code, details.partition(":")[0]) == (INVALID, "groups[1].candidates[1]")
+
+
+async def a_reranker_renders_its_template(
+    reranker: Wire, plain: list[float], instructed: list[float]
+) -> None:
+    """SCO-04: the operator's template, with the caller's instruction where one is given; logits of the reference."""
+    found = (await asking.model_info(reranker)).tasks.score
+    assert found.supports_instruction
+    assert found.higher_is_better
+    for logits, instruction in ((plain, ""), (instructed, INSTRUCTION)):
+        response = await patiently(score_call(reranker, QUERY, [DOCUMENTS], instruction=instruction))
+        scores = [candidate.scores.values[0] for candidate in response.groups[0].candidates]
+        assert close(scores, [sigmoid(logit) for logit in logits], 1e-3)
+        assert response.semantics == RELEVANCE
+    assert not close([sigmoid(logit) for logit in plain], [sigmoid(logit) for logit in instructed], 1e-2)
 
 
 async def label_scores_equal_the_reference(labels: Wire, reference: Reference) -> None:

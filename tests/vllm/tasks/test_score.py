@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.support.tasks import asking, scoring
-from tests.support.tasks.asking import close, patiently, sigmoid
-from tests.support.tasks.cases import DOCUMENTS, INSTRUCTION, QUERY, SCORE_TEMPLATE, Reference
+from tests.support.tasks import scoring
+from tests.support.tasks.cases import SCORE_TEMPLATE, Reference
 from tests.support.wire import Wire
 from tests.vllm.tasks.conftest import served
 
@@ -48,19 +47,9 @@ async def test_pairs(pairs: Wire, reference: Reference) -> None:
     await pairs.until_idle()
 
 
-async def test_reranker_renders_its_template(reranker: Wire, reference: Reference) -> None:
-    """SCO-04: the operator's template, with the caller's instruction where one is given."""
-    found = (await asking.model_info(reranker)).tasks.score
-    assert found.supports_instruction
-    assert found.higher_is_better
-    for name, instruction in (("rerank", ""), ("rerank-instructed", INSTRUCTION)):
-        response = await patiently(asking.score_call(reranker, QUERY, [DOCUMENTS], instruction=instruction))
-        scores = [candidate.scores.values[0] for candidate in response.groups[0].candidates]
-        assert close(scores, [sigmoid(logit) for logit in reference[name]], 1e-3)
-    assert not close(
-        [sigmoid(logit) for logit in reference["rerank"]],
-        [sigmoid(logit) for logit in reference["rerank-instructed"]],
-        1e-2,
+async def test_reranker(reranker: Wire, reference: Reference) -> None:
+    await scoring.a_reranker_renders_its_template(
+        reranker, reference["rerank"], reference["rerank-instructed"]
     )
 
 
