@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +26,8 @@ from openengine_adapters.sglang.task_config import TaskConfig, reads_both_ways
 OLDEST, TOO_NEW = (0, 5, 23), (0, 6)
 SUPPORTED = "0.5.23 and later 0.5.x"
 
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-6, 3.4e38
-"""SGLang takes a lower positive temperature for 0; a higher one is infinite as float32, and a guide then fails."""
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-6, 1e20
+"""SGLang takes a lower positive temperature for 0; a much higher one makes likely what a guide forbids."""
 
 MAX_CANDIDATES = 128
 """The most candidates at one position. SGLang itself has no limit, and keeps all of them until the request ends."""
@@ -69,6 +70,9 @@ def check(args: ServerArgs, role: str | None, version: str = VERSION) -> None:
         if value != plain:
             flag = "--" + name.replace("_", "-")
             raise StartupError(f"{flag} {value} is not served; leave it out ({plain})")
+    if args.sampling_backend == "pytorch":
+        # Where a guide leaves no token every probability is NaN; PyTorch raises then, and the scheduler dies (GEN-10).
+        os.environ.setdefault("SGLANG_SANITIZE_NAN_LOGITS", "1")
 
 
 def prepare(args: ServerArgs) -> None:

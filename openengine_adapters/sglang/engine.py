@@ -343,6 +343,7 @@ class SglangEngine:
         return self._kv_events.publishers(
             self._description.parallelism.ranks, self._description.kv_block_size
         )
+        self._prompts.check_text(field, request.prompt)
 
     def observe(self, sink: Callable[[RuntimeEvent], None] | None) -> None:
         """Tell `sink` of what the schedulers do from now on."""

@@ -20,9 +20,10 @@ NOT_A_NUMBER = "NaN happened"
 """What SGLang reports as a matched stop string when the model computed no valid token."""
 
 _ABORTED_WHILE_COMPILING = "Aborted by AbortReq."
-_GUIDE_REFUSED = re.compile(r"Failed to compile \w+ grammar: |Grammar preprocessing timed out")
+_GUIDE_REFUSED = re.compile(r"Failed to compile \w+ grammar: ")
+_GUIDE_SLOW = "Grammar preprocessing timed out"
 _GUIDE_STUCK = "Grammar accept_token failed"
-_SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+_SOURCE_PLACE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: .* is false: )?")
 
 
 def before_acceptance(error: Exception, request: generate_pb2.GenerateRequest) -> Exception:
@@ -87,6 +88,9 @@ def _refusal(status: int, message: str, request: generate_pb2.GenerateRequest) -
         return EngineFailure(
             "the engine failed while it generated", details={"sglang.status_code": int(status)}
         )
+    if guide is not None and _GUIDE_SLOW in message:
+        why = "it takes too long to compile; make it simpler"
+        return Rejected(grpc.StatusCode.INVALID_ARGUMENT, why, field=f"guided.{guide}")
     if guide is not None and (found := _GUIDE_REFUSED.match(message)):
         why = _line(message[found.end() :]) or "it does not compile"
         return Rejected(grpc.StatusCode.INVALID_ARGUMENT, why, field=f"guided.{guide}")

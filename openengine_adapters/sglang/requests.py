@@ -20,6 +20,9 @@ from openengine_adapters.sglang.media import Prompt
 
 INT64_MAX = 2**63 - 1
 
+LOWEST_PENALTY = 1e-6
+"""SGLang divides by a repetition penalty: below, scores can become infinite."""
+
 MAX_STOP_TEXT = 1024
 """Bytes of one stop string: SGLang decodes as many tokens again at each step."""
 
@@ -76,11 +79,12 @@ class Wanted:
 def check(request: generate_pb2.GenerateRequest, prompt_length: int, terms: Terms) -> None:
     """Refuse by name what SGLang cannot do, before it sees it (GEN-10, MODEL-07)."""
     sampling, stopping = request.sampling, request.stopping
-    if sampling.repetition_penalty > 2:
+    if sampling.HasField("repetition_penalty") and not LOWEST_PENALTY <= sampling.repetition_penalty <= 2:
+        allowed = f"{LOWEST_PENALTY:g} to 2"
         raise invalid(
             "sampling.repetition_penalty",
-            f"{sampling.repetition_penalty:g} is above 2, the most that this engine takes",
-            limit=2,
+            f"{sampling.repetition_penalty:g} is outside {allowed}, what this engine takes",
+            limit=allowed,
             value=sampling.repetition_penalty,
         )
     if terms.deterministic and sampling.min_p:

@@ -22,8 +22,7 @@ def sglang_engine(model: str, *flags: str) -> object:
     from openengine_adapters.sglang.config import parse_flags
     from openengine_adapters.sglang.engine import SglangEngine
 
-    quiet = ("--sleep-on-idle", "--log-level", "error")
-    return SglangEngine(parse_flags([*cpu_env.sglang_flags(model), *quiet, *flags]))
+    return SglangEngine(parse_flags([*cpu_env.sglang_flags(model), "--log-level", "error", *flags]))
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

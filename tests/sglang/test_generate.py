@@ -68,8 +68,9 @@ async def test_penalties_reach_the_engine(tiny: Wire, penalty: str) -> None:
         (Sampling(temperature=1e-7), "sampling.temperature"),
         (Sampling(temperature=1e300), "sampling.temperature"),
         (Sampling(repetition_penalty=2.5), "sampling.repetition_penalty"),
+        (Sampling(temperature=1.0, repetition_penalty=1e-38), "sampling.repetition_penalty"),
     ],
-    ids=["would be greedy", "would be infinite", "too strong"],
+    ids=["would be greedy", "would break guides", "too strong", "would be infinite"],
 )
 async def test_what_sglang_would_change_or_refuse_is_refused_by_name(
     tiny: Wire, sampling: generate_pb2.SamplingParams, field: str
@@ -79,7 +80,7 @@ async def test_what_sglang_would_change_or_refuse_is_refused_by_name(
     assert code is INVALID and message.startswith(field)
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 3e38])
+@pytest.mark.parametrize("temperature", [1e-6, 1e20])
 async def test_the_ends_of_the_temperature_range_are_served(tiny: Wire, temperature: float) -> None:
     """MODEL-07, GEN-10: also under a guide, whose mask is infinite."""
     for guided in (None, Guided(regex="[ab]{8}")):
@@ -283,7 +284,10 @@ async def test_json_guides(tiny: Wire) -> None:
         Guided(json_schema='{"items":' * 5000 + "{}" + "}" * 5000),
         Guided(regex="(["),
         Guided(regex="a\0b"),
-        Guided(regex="(" * 20_000 + "a" + ")" * 20_000),
+        Guided(regex="(" * 2_000 + "a" + ")" * 2_000),
+        Guided(regex="x*" * 2_049),
+        Guided(ebnf_grammar='root ::= "a"' + ' "a"' * 20_000),
+        Guided(choice=Choices(choices=[f"choice {number}" for number in range(10_000)])),
         Guided(ebnf_grammar="root ::= ("),
         Guided(ebnf_grammar="root ::= nothing"),
         Guided(structural_tag="{}"),
@@ -312,10 +316,17 @@ async def test_the_configured_guide_back_end_may_be_named(tiny: Wire) -> None:
     assert (await tiny.generate(guided=Guided(regex="[ab]", backend="xgrammar"))).first.text in ("a", "b")
 
 
-async def test_a_guide_that_leaves_no_token_is_one_engine_error(tiny: Wire) -> None:
-    """STREAM-09, ERR-03: min_tokens forbids the end that the guide asks for."""
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9, top_k=50)],
+    ids=["greedy", "sampled", "sampled among the best"],
+)
+async def test_a_guide_that_leaves_no_token_is_one_engine_error(
+    tiny: Wire, sampling: generate_pb2.SamplingParams
+) -> None:
+    """STREAM-09, ERR-03, GEN-10: min_tokens forbids the end that the guide asks for, which could kill SGLang."""
     stopping = Stopping(max_tokens=8, min_tokens=8)
-    answer = await tiny.generate(guided=Guided(regex="ab"), stopping=stopping)
+    answer = await tiny.generate(guided=Guided(regex="ab"), stopping=stopping, sampling=sampling)
     error = answer.responses[-1].error
     assert "min_tokens" in error.message and error.details["field"] == "guided.regex"
     assert answer.usage.completion_tokens
@@ -365,9 +376,11 @@ async def test_data_parallel_rank(tiny: Wire) -> None:
     assert code is INVALID and message.startswith("kv.data_parallel_rank")
 
 
-@pytest.mark.parametrize("prompt", ["", "x" * 20_000], ids=["empty", "too long"])
+@pytest.mark.parametrize(
+    "prompt", ["", "x" * 20_000, "x" * 20_000_000], ids=["empty", "too long", "far too long"]
+)
 async def test_prompts_that_do_not_fit_are_refused(tiny: Wire, prompt: str) -> None:
-    """GEN-02, GEN-03, GEN-10."""
+    """GEN-02, GEN-03, GEN-10: the longest is not even tokenised, which would take gigabytes."""
     code, message = await tiny.refused(prompt)
     assert code is INVALID and message.startswith("prompt"), message
 

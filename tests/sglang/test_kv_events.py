@@ -28,7 +28,7 @@ FLAGS = (
     *("--max-total-tokens", str(BLOCK * BLOCKS)),
     *("--context-length", "512"),
     *("--dp-size", "2"),
-    *("--sleep-on-idle", "--log-level", "error"),
+    *("--log-level", "error"),
 )
 
 

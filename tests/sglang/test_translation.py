@@ -113,6 +113,18 @@ def test_an_abort_while_a_guide_is_compiled_brings_no_token() -> None:
         ),
         (
             HTTPStatus.BAD_REQUEST,
+            "Failed to compile regex grammar: [06:29:15] /cpp/x.cc:83: Check failed: (id < size) is false: Token 9\n",
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "guided.regex: Token 9",
+        ),
+        (
+            HTTPStatus.BAD_REQUEST,
+            "Grammar preprocessing timed out: req.grammar_key=('regex', 'secret')",
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "guided.regex: it takes too long to compile; make it simpler",
+        ),
+        (
+            HTTPStatus.BAD_REQUEST,
             "Failed to compile structural_tag grammar: ",
             grpc.StatusCode.INVALID_ARGUMENT,
             "guided.regex: it does not compile",

@@ -86,18 +86,26 @@ def vllm_flags(name: str) -> list[str]:
 
 
 def sglang_env() -> dict[str, str]:
-    """What SGLang needs in its environment here, the path to our stand-ins for CUDA packages included."""
+    """What SGLang needs in its environment here, the path to our stand-ins for CUDA packages included.
+
+    Without compiled kernels: the first request with a seed or a repetition penalty would wait half a minute for a
+    C++ compiler, in each scheduler.
+    """
     paths = [str(SGLANG_STAND_INS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **_COMMON_ENV,
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
     }
 
 
 def sglang_flags(name: str) -> list[str]:
-    """The SGLang flags to serve a model of ours; the default attention back end wants AMX instructions."""
+    """The SGLang flags to serve a model of ours.
+
+    Its default attention back end wants AMX instructions, and idle schedulers would take a core each.
+    """
     return [
         *("--model-path", str(model(name))),
         *("--device", "cpu"),
@@ -110,6 +118,7 @@ def sglang_flags(name: str) -> list[str]:
         *("--max-total-tokens", "8192"),
         *("--max-running-requests", "64"),
         *("--random-seed", "0"),
+        "--sleep-on-idle",
     ]
 
 
