@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from openengine_adapters.sglang.engine import SglangEngine
 
     kv_events = KvEventsWanted(options.kv_events, reachable=options.kv_source != "grpc")
-    return launch(lambda: SglangEngine(args, role=options.role, kv_events=kv_events), options)
+    return launch(lambda: SglangEngine(args, options.hand_off, kv_events), options)
 
 
 # SGLang spawns its processes, and each of them imports this file once more under another name.

@@ -54,17 +54,13 @@ def parse_flags(flags: Sequence[str]) -> ServerArgs:
     return prepare_server_args(list(flags))
 
 
-def check(args: ServerArgs, role: str | None, version: str = VERSION) -> None:
+def check(args: ServerArgs, version: str = VERSION) -> None:
     """Raise `StartupError` for an SGLang, or a way to run it, that this adapter does not serve."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if not OLDEST <= numbers < TOO_NEW:
         raise StartupError(
             f"SGLang {version} is installed, this adapter supports {SUPPORTED}; install sglang==0.5.23"
         )
-    if args.disaggregation_mode != "null":
-        raise StartupError("--disaggregation-mode is not served; leave it out for an aggregated engine")
-    if role not in (None, "aggregated"):
-        raise StartupError(f"--role {role} contradicts the engine, which is aggregated; leave it out")
     for name, plain in (("tokenizer_worker_num", 1), ("node_rank", 0), ("skip_tokenizer_init", False)):
         value = getattr(args, name)
         if value != plain:

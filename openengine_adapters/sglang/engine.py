@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -22,8 +23,9 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.server_args import ServerArgs
 
-from openengine.v1 import tasks_pb2
+from openengine.v1 import kv_pb2, tasks_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
+from openengine_adapters.core.handoff.roles import HandOffWanted
 from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
 from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
@@ -41,6 +43,7 @@ from openengine_adapters.engine import (
 )
 from openengine_adapters.publishers import KvEventsWanted
 from openengine_adapters.sglang import config, errors, kv, media, outputs, requests
+from openengine_adapters.sglang.disaggregation import Decodes, Prefills, hand_off
 from openengine_adapters.sglang.load import LoadBoard
 from openengine_adapters.sglang.sequences import Sequences
 from openengine_adapters.sglang.steps import StepEvents
@@ -71,10 +74,14 @@ class SglangEngine:
     """One SGLang engine in this process; its schedulers and its detokenizer are child processes."""
 
     def __init__(
-        self, args: ServerArgs, role: str | None = None, kv_events: KvEventsWanted | None = None
+        self,
+        args: ServerArgs,
+        wanted: HandOffWanted | None = None,
+        kv_events: KvEventsWanted | None = None,
     ) -> None:
         self._args = args
-        self._role = role
+        self._wanted = wanted or HandOffWanted()
+        self._hand_off: Prefills | Decodes | None = None
         self._kv_events = kv.KvEvents(kv_events or KvEventsWanted())
         self._runtime: Runtime | None = None
         self._processes: list[psutil.Process] = []
@@ -95,7 +102,8 @@ class SglangEngine:
 
     async def start(self) -> EngineDescription:
         """Start SGLang off the event loop, so that the server answers STARTING meanwhile."""
-        config.check(self._args, self._role)
+        config.check(self._args)
+        self._hand_off = hand_off(self._args, self._wanted)
         config.prepare(self._args)
         try:
             await asyncio.to_thread(config.keep_inputs_whole, self._args)
@@ -132,6 +140,8 @@ class SglangEngine:
             ) from None
         self._describe(manager, scheduler.scheduler_infos[0], state)
         assert self._description is not None
+        if self._hand_off is not None:
+            self._description = await self._hand_off.describe(self._description)
         return self._description
 
     def _build(self) -> Runtime:
@@ -167,6 +177,8 @@ class SglangEngine:
         if runtime is None:
             return
         manager = runtime.tokenizer_manager
+        if self._hand_off is not None:
+            await self._hand_off.stop()
         await asyncio.to_thread(manager._subprocess_watchdog.stop)
         if not self._failure:
             manager._dispatch_to_scheduler(ShutdownReq())
@@ -215,23 +227,64 @@ class SglangEngine:
         return 0 if self._board is None else self._board.steps(compiling=self._compiling > 0)
 
     def unfinished(self) -> int:
-        """Sequences that SGLang has not finished."""
-        return 0 if self._runtime is None else len(self._runtime.tokenizer_manager.rid_to_state)
+        """Sequences that SGLang has not finished, but for those that wait for another server."""
+        if self._runtime is None:
+            return 0
+        elsewhere = 0 if self._hand_off is None else self._hand_off.waiting
+        return max(0, len(self._runtime.tokenizer_manager.rid_to_state) - elsewhere)
 
     # ------------------------------------------------------------------------------------------ generation
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Step, None]:
         """Hand the request to the scheduler and return its stream."""
-        stream = self._stream(call)
         try:
-            await anext(stream)  # up to the admission
+            if isinstance(self._hand_off, Decodes):
+                return await self._decode(call, self._hand_off)
+            return await self._admit(call)
         except (Rejected, EngineFailure):
             raise
         except Exception as error:
             raise errors.before_acceptance(error, call.request) from error
+
+    async def _admit(
+        self, call: GenerateCall, room: dict[str, Any] | None = None
+    ) -> AsyncGenerator[Step, None]:
+        """The request's stream, up to the admission; `room` is where a decode engine meets the prefill engine."""
+        if isinstance(self._hand_off, Prefills):
+            stream = self._prefill(call, self._hand_off)
+        else:
+            stream = self._stream(call, room or {})
+        await anext(stream)
         return stream
 
-    async def _stream(self, call: GenerateCall) -> AsyncGenerator[Step, None]:
+    async def _decode(self, call: GenerateCall, decodes: Decodes) -> AsyncGenerator[Step, None]:
+        async with self._prompt(call) as prompt:
+            ids = prompt.ids
+        return await decodes.serve(
+            call,
+            ids,
+            admit=functools.partial(self._admit, call),
+            abort=functools.partial(self.abort, call.id),
+        )
+
+    async def _prefill(self, call: GenerateCall, prefills: Prefills) -> AsyncGenerator[Step, None]:
+        """Yield an empty step for the admission, then the session that owns the request from there on."""
+        async with contextlib.AsyncExitStack() as owned:
+            async with self._prompt(call) as prompt:
+                requests.check(call.request, len(prompt.ids), self._terms)
+                room = prefills.room(call)
+                inputs = requests.inputs(call, prompt, self._terms)
+                self._check_room(len(inputs))
+                reader = self._output_reader(call, prompt.ids)
+                sequences = Sequences(self.manager, requests.meeting(inputs, room), reader)
+                await owned.enter_async_context(sequences)
+                await sequences.admit(first_output=False)
+            yield Step()
+            step = prefills.serve(call, prompt.ids, sequences, room)
+            owned.pop_all()
+        yield step
+
+    async def _stream(self, call: GenerateCall, room: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """Yield an empty step for the admission, then what the sequences gain.
 
         A guide is compiled by the scheduler, which tells of a bad one in its first output only: a guided request
@@ -243,7 +296,8 @@ class SglangEngine:
             inputs = requests.inputs(call, prompt, self._terms)
             self._check_room(len(inputs))
             guided = call.request.HasField("guided")
-            async with Sequences(self.manager, inputs, self._output_reader(call, prompt.ids)) as sequences:
+            reader = self._output_reader(call, prompt.ids)
+            async with Sequences(self.manager, requests.meeting(inputs, room), reader) as sequences:
                 self._calls[call.id] = sequences
                 try:
                     self._compiling += guided
@@ -300,9 +354,33 @@ class SglangEngine:
 
     async def abort(self, call_id: str) -> None:
         """SGLang ends the outputs after the step that it is in."""
+        if isinstance(self._hand_off, Prefills):
+            self._hand_off.sessions.end_call(call_id)  # whoever aborts has not learnt of it
         sequences = self._calls.get(call_id)
         if sequences is not None and not self._failure:
             sequences.abort()
+
+    # -------------------------------------------------------------------------------------------- sessions
+
+    def check_session(self, session: kv_pb2.KvSessionRef) -> None:
+        """Check a session before anything else is done with the request."""
+        assert isinstance(self._hand_off, Decodes)  # the core asks decode engines only
+        self._hand_off.read(session)
+
+    async def release_session(self, session_id: str) -> bool | None:
+        """End a session and the request that it owns."""
+        if not isinstance(self._hand_off, Prefills):
+            return None
+        return await self._hand_off.release(session_id)
+
+    async def end_sessions(self) -> None:
+        """End every session that no decode server is attached to."""
+        if isinstance(self._hand_off, Prefills):
+            self._hand_off.sessions.end_all()
+
+    def open_sessions(self) -> int:
+        """Sessions whose prefill waits for its decode, or is on its way there."""
+        return len(self._hand_off.sessions) if isinstance(self._hand_off, Prefills) else 0
 
     # ----------------------------------------------------------------------------------------------- tasks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +170,14 @@ def inputs(call: GenerateCall, prompt: Prompt, terms: Terms) -> list[GenerateReq
         )
         for index, (rid, seed) in enumerate(zip(rids(call.id, several), seeds, strict=True))
     ]
+
+
+def meeting(inputs: list[GenerateReqInput], room: Mapping[str, Any]) -> list[GenerateReqInput]:
+    """The same requests, with where a prefill and a decode engine meet; nowhere on an aggregated one."""
+    for request in inputs:
+        for name, value in room.items():
+            setattr(request, name, value)
+    return inputs
 
 
 def _sampling_params(call: GenerateCall, room: int, terms: Terms) -> dict[str, Any]:

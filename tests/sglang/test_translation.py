@@ -195,27 +195,25 @@ def test_the_supported_range_is_checked(version: str, served: bool) -> None:
 
     args = ServerArgs(model_path="x")
     if served:
-        config.check(args, None, version)
+        config.check(args, version)
         return
     with pytest.raises(StartupError, match=f"SGLang {version} is installed, this adapter supports 0.5.23"):
-        config.check(args, None, version)
+        config.check(args, version)
 
 
 @pytest.mark.parametrize(
-    ("role", "flags", "named"),
+    ("flags", "named"),
     [
-        ("prefill", {}, "--role prefill"),
-        (None, {"disaggregation_mode": "decode"}, "--disaggregation-mode"),
-        (None, {"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
-        (None, {"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
-        (None, {"node_rank": 1}, "--node-rank"),
+        ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
+        ({"node_rank": 1}, "--node-rank"),
     ],
 )
-def test_what_is_not_served_is_said_at_the_start(role: str | None, flags: dict[str, Any], named: str) -> None:
-    """ROLE-05, MODEL-07."""
+def test_what_is_not_served_is_said_at_the_start(flags: dict[str, Any], named: str) -> None:
+    """MODEL-07."""
     from sglang.srt.server_args import ServerArgs
 
     from openengine_adapters.sglang import config
 
     with pytest.raises(StartupError, match=named):
-        config.check(ServerArgs(model_path="x", **flags), role, "0.5.23")
+        config.check(ServerArgs(model_path="x", **flags), "0.5.23")
