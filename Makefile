@@ -42,6 +42,10 @@ help: ## show this
 demo: models-vllm ## serve SmolLM2 with vLLM on the CPU and stream an answer from it
 	@.venv/vllm/bin/python scripts/setup/demo.py
 
+.PHONY: demo-disagg
+demo-disagg: models-vllm ## hand a request from a prefill to a decode server on the CPU (ARGS=sglang for SGLang)
+	@.venv/vllm/bin/python scripts/setup/demo_disagg.py $(ARGS)
+
 .PHONY: test
 test: ## everything: lint, all tests, conformance
 	@scripts/setup/stages.sh $(STAGES)
@@ -73,6 +77,13 @@ CONFORMANCE += conformance-vllm-lora conformance-sglang-lora
 $(CONFORMANCE): conformance-%: venv-dev
 	@$(MAKE) --no-print-directory models-$(firstword $(subst -, ,$*))
 	$(DEV)/python scripts/setup/conformance.py $(subst -, ,$*) $(ARGS)
+
+# Three servers each: a prefill and a decode server, and an aggregated one to compare with.
+DISAGG := $(foreach engine,reference vllm sglang,conformance-disagg-$(engine))
+.PHONY: conformance-disagg $(DISAGG)
+conformance-disagg: $(DISAGG) ## the suite's hand-over cases on a prefill and a decode server of each engine
+$(DISAGG): conformance-disagg-%: venv-dev models-%
+	$(DEV)/python scripts/setup/conformance_disagg.py $* $(ARGS)
 
 .PHONY: conformance-tasks conformance-tasks-few
 conformance-tasks: venv-dev models-vllm models-sglang ## the suite against a task server of each kind, on both engines
