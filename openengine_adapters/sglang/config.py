@@ -32,6 +32,9 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-6, 1e20
 MAX_CANDIDATES = 128
 """The most candidates at one position. SGLang itself has no limit, and keeps all of them until the request ends."""
 
+DEFAULT_STEP_TOKENS, WHOLE_STEP_TOKENS = 16384, 4096
+"""SGLang's `--max-prefill-tokens`, and ours without chunked prefill: it keeps 1.5 MiB free for each of them."""
+
 _GUIDED_EVERYWHERE = frozenset(
     {
         model_pb2.GUIDED_DECODING_MODE_JSON_SCHEMA,
@@ -86,6 +89,8 @@ def keep_inputs_whole(args: ServerArgs) -> None:
     if reads_both_ways(ModelConfig.from_server_args(args).hf_config.architectures or ()):
         args.disable_radix_cache = True
         args.chunked_prefill_size = -1
+        if args.max_prefill_tokens == DEFAULT_STEP_TOKENS:
+            args.max_prefill_tokens = WHOLE_STEP_TOKENS
 
 
 def describe(
