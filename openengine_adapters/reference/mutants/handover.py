@@ -122,6 +122,21 @@ def _(engine: ReferenceEngine) -> None:
     replace(engine, "start", keeping)
 
 
+@engine_of("session_served_twice", "PD-03", "A session is handed out again and again.", settings=_PREFILL)
+def _(engine: ReferenceEngine) -> None:
+    start = engine.start
+    told: dict[bytes, dict[str, str]] = {}
+
+    async def remembering() -> EngineDescription:
+        description = await start()
+        if (sessions := engine._sessions) is not None:
+            answer = sessions._answer
+            replace(sessions, "_answer", lambda line: told.setdefault(line, answer(line)))
+        return description
+
+    replace(engine, "start", remembering)
+
+
 @response_of(_G, "prefill_without_an_end", "PD-05", "A failing prefill just ends.", settings=_SLOW)
 def _(response: Any) -> Any:
     return () if response.HasField("error") else None
