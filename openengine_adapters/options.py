@@ -32,6 +32,7 @@ class ServerOptions:
     role: str | None
     kv_session_port: int
     kv_session_timeout: float
+    kv_transfer_timeout: float
     kv_events: bool
     kv_source: str
     kv_hash_encoding: str
@@ -51,7 +52,11 @@ class ServerOptions:
         """What a disaggregated server needs of these options."""
         host = Reachable(advertise_host=self.advertise_host, listen_host=self.host).host()
         return HandOffWanted(
-            role=self.role, host=host, port=self.kv_session_port, timeout=self.kv_session_timeout
+            role=self.role,
+            host=host,
+            port=self.kv_session_port,
+            timeout=self.kv_session_timeout,
+            transfer_timeout=self.kv_transfer_timeout,
         )
 
 
@@ -85,6 +90,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-session-timeout", type=_seconds, default=30.0, metavar="S",
         help="how long a prefill server waits for a decode server (default: 30; less where the engine's lease is)",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-transfer-timeout", type=_seconds, default=120.0, metavar="S",
+        help="how long a request of a decode server may wait for its blocks, the queue included (default: 120)",
     )  # fmt: skip
     group.add_argument(
         "--kv-events", action=argparse.BooleanOptionalAction, default=False,
@@ -156,6 +165,7 @@ def server_options(parsed: argparse.Namespace) -> ServerOptions:
         role=parsed.role,
         kv_session_port=parsed.kv_session_port,
         kv_session_timeout=parsed.kv_session_timeout,
+        kv_transfer_timeout=parsed.kv_transfer_timeout,
         kv_events=parsed.kv_events,
         kv_source=parsed.kv_source,
         kv_hash_encoding=parsed.kv_hash_encoding,

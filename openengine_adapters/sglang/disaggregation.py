@@ -14,7 +14,7 @@ import os
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
@@ -75,7 +75,7 @@ def hand_off(args: ServerArgs, wanted: HandOffWanted) -> Prefills | Decodes | No
     # SGLang tells its peers this address of each rank, and binds its bootstrap server to its own --host.
     os.environ.setdefault("SGLANG_HOST_IP", wanted.host)
     if mode == "decode":
-        return Decodes(backend)
+        return Decodes(backend, Decoding(wanted.transfer_timeout))
     args.host = wanted.host
     return Prefills(args, wanted)
 
@@ -209,7 +209,7 @@ class Decodes:
     """The hand-offs of a decode server."""
 
     backend: str
-    decoding: Decoding = field(default_factory=Decoding)
+    decoding: Decoding
     role = discovery_pb2.ENGINE_ROLE_DECODE
 
     async def describe(self, description: EngineDescription) -> EngineDescription:

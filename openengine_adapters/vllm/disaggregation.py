@@ -51,7 +51,7 @@ def hand_off(args: AsyncEngineArgs, wanted: HandOffWanted) -> Prefills | Decodes
     connector = kv_transfer.connector_of(config)
     host = kv_transfer.prepare_side_channel(connector, wanted.host, args.data_parallel_size)
     if role == kv_transfer.DECODE:
-        return Decodes(config)
+        return Decodes(config, wanted.transfer_timeout)
     if connector.mode:
         if args.worker_extension_cls:
             raise StartupError("--worker-extension-cls is taken by this adapter on a prefill server")
@@ -146,9 +146,9 @@ class Decodes:
 
     role = kv_transfer.DECODE
 
-    def __init__(self, config: KVTransferConfig) -> None:
+    def __init__(self, config: KVTransferConfig, timeout: float) -> None:
         self._connector = kv_transfer.connector_of(config)
-        self.decoding = Decoding()
+        self.decoding = Decoding(timeout)
 
     async def start(self, llm: AsyncLLM) -> KvConnector:
         """Describe the connector."""
@@ -156,6 +156,11 @@ class Decodes:
 
     async def stop(self) -> None:
         """Nothing is held here."""
+
+    @property
+    def needs_all_blocks(self) -> bool:
+        """Whether the engine must not find a part of a prompt in its own cache: pushed to, it then waits for ever."""
+        return self._connector.mode == "push"
 
     def read(self, session: kv_pb2.KvSessionRef) -> Handed:
         """Check a session completely. Raises `Rejected`."""

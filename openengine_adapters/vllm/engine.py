@@ -217,17 +217,23 @@ class VllmEngine:
         """Add a request, with what a prefill server handed over on a decode server."""
         llm, request = self.llm, call.request
         prefills = self._hand_off if isinstance(self._hand_off, Prefills) else None
-        collector = await llm.add_request(
-            engine_id or call.id,
-            prompt,
-            requests.sampling_params(call, self._defaults, handed)
-            if prefills is None
-            else requests.prefill_params(call, prefills.kv_transfer_params),
-            lora_request=self.lora_request(call.lora),
-            trace_headers=call.trace_headers or None,
-            priority=requests.priority(request),
-            data_parallel_rank=_data_parallel_rank(request),
-        )
+        engine_id = engine_id or call.id
+        try:
+            collector = await llm.add_request(
+                engine_id,
+                prompt,
+                requests.sampling_params(call, self._defaults, handed)
+                if prefills is None
+                else requests.prefill_params(call, prefills.kv_transfer_params),
+                lora_request=self.lora_request(call.lora),
+                trace_headers=call.trace_headers or None,
+                priority=requests.priority(request),
+                data_parallel_rank=_data_parallel_rank(request),
+            )
+        except BaseException:
+            if engine_id != call.id:
+                await llm.abort(engine_id)  # the core knows it by the call's id only
+            raise
         assert self._description is not None
         self._internal_ids[call.id] = collector.request_id
         reader = outputs.OutputReader(request, self._description.eos_token_ids)
@@ -255,7 +261,9 @@ class VllmEngine:
             request.prompt if field == "prompt" else request.token_ids.ids,
             call.media,
             field="media",
-            cache_salt=requests.cache_salt(request),
+            cache_salt=requests.cache_salt(
+                request, own=isinstance(self._hand_off, Decodes) and self._hand_off.needs_all_blocks
+            ),
         )
         ids: Sequence[int] = prompt["prompt_token_ids"]
         if not ids:

@@ -77,9 +77,9 @@ def prefill_params(call: GenerateCall, kv_transfer_params: dict[str, Any] | None
     )
 
 
-def cache_salt(request: generate_pb2.GenerateRequest) -> str | None:
-    """The salt of the request's blocks; one of its own where a decode engine must not find any (KVOPT-01)."""
-    if request.kv.bypass_prefix_cache and request.kv.HasField("session"):
+def cache_salt(request: generate_pb2.GenerateRequest, *, own: bool = False) -> str | None:
+    """The salt of the request's blocks; one of its `own` where a decode engine must not find any (KVOPT-01)."""
+    if own or (request.kv.bypass_prefix_cache and request.kv.HasField("session")):
         return uuid.uuid4().hex
     return request.kv.cache_salt if request.kv.HasField("cache_salt") else None
 

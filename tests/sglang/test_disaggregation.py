@@ -19,6 +19,7 @@ from openengine.v1 import (
     lifecycle_pb2,
 )
 from openengine_adapters.core.errors import Rejected
+from openengine_adapters.core.handoff.decoding import Decoding
 from openengine_adapters.core.handoff.parameters import to_struct
 from openengine_adapters.core.handoff.roles import HandOffWanted
 from openengine_adapters.engine import StartupError
@@ -153,7 +154,7 @@ def reference(params: Any) -> kv_pb2.KvSessionRef:
 
 class TestSessions:
     def test_a_sound_one_is_taken(self) -> None:
-        handed = Decodes("mooncake").read(reference({ATTRIBUTES: GOOD}))
+        handed = Decodes("mooncake", Decoding(60)).read(reference({ATTRIBUTES: GOOD}))
         assert handed.room == {**GOOD, "bootstrap_room": 5}
 
     @given(st.sampled_from(sorted(GOOD)), JSON)
@@ -162,18 +163,18 @@ class TestSessions:
         if name == "bootstrap_room" and isinstance(value, str) and value.isascii() and value.isdecimal():
             return  # a room like any other
         with pytest.raises(Rejected, match=rf"kv\.session\.attributes_struct: {ATTRIBUTES}\.bootstrap_"):
-            Decodes("mooncake").read(reference({ATTRIBUTES: {**GOOD, name: value}}))
+            Decodes("mooncake", Decoding(60)).read(reference({ATTRIBUTES: {**GOOD, name: value}}))
 
     @given(JSON)
     @settings(max_examples=200, deadline=None)
     def test_any_other_object_is_refused(self, value: Any) -> None:
         with pytest.raises(Rejected):
-            Decodes("mooncake").read(reference({ATTRIBUTES: value}))
+            Decodes("mooncake", Decoding(60)).read(reference({ATTRIBUTES: value}))
 
     @pytest.mark.parametrize("room", ["", "-1", "1.5", "٣", str(2**63), "9" * 400, " 1"])
     def test_a_room_is_a_number_below_two_to_the_63(self, room: str) -> None:
         with pytest.raises(Rejected, match="bootstrap_room"):
-            Decodes("mooncake").read(reference({ATTRIBUTES: {**GOOD, "bootstrap_room": room}}))
+            Decodes("mooncake", Decoding(60)).read(reference({ATTRIBUTES: {**GOOD, "bootstrap_room": room}}))
 
 
 class TestRoles:

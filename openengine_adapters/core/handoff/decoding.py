@@ -19,10 +19,14 @@ _NO_STEPS: tuple[Step, ...] = ()
 
 
 class Decoding:
-    """The requests of a decode server that wait for their blocks; `waiting` tells how many."""
+    """The requests of a decode server that wait for their blocks; `waiting` tells how many.
 
-    def __init__(self) -> None:
+    One that has no token `timeout` seconds after its admission fails: an engine may wait for ever.
+    """
+
+    def __init__(self, timeout: float) -> None:
         self.waiting = 0
+        self._timeout = timeout
 
     async def serve(
         self,
@@ -55,7 +59,7 @@ class Decoding:
         abort: Callable[[], Awaitable[None]],
     ) -> Stream:
         async with await attach(session, desk, checksum) as attachment:
-            watch = asyncio.create_task(_abort_when_lost(attachment, abort), name="prefill-server-watch")
+            watch = asyncio.create_task(self._give_up(attachment, abort), name="kv-transfer-watch")
             steps: Stream | None = None
             self.waiting += 1
             waiting = True
@@ -65,7 +69,7 @@ class Decoding:
                 async for step in steps:
                     if waiting and step.deltas:
                         if watch.done():
-                            raise transfer_failed(session, "the prefill server is gone")
+                            raise transfer_failed(session, watch.result())
                         waiting = False
                         self.waiting -= 1
                         watch.cancel()
@@ -84,16 +88,21 @@ class Decoding:
                 if steps is not None:
                     await steps.aclose()
 
+    async def _give_up(self, attachment: Attachment, abort: Callable[[], Awaitable[None]]) -> str:
+        """Abort the request when there is nothing to wait for any more, and say why."""
+        reason = f"the blocks did not come within {self._timeout:g} s"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout):
+                await attachment.lost()
+                reason = "the prefill server is gone, or has ended the session"
+                await asyncio.sleep(LOST_GRACE_S)
+        with contextlib.suppress(EngineDied):
+            await abort()
+        return reason
+
 
 async def _fail(failure: EngineFailure) -> Stream:
     """The stream of a request that is accepted, and cannot be served."""
     for step in _NO_STEPS:
         yield step
     raise failure
-
-
-async def _abort_when_lost(attachment: Attachment, abort: Callable[[], Awaitable[None]]) -> None:
-    await attachment.lost()
-    with contextlib.suppress(EngineDied):
-        await asyncio.sleep(LOST_GRACE_S)
-        await abort()

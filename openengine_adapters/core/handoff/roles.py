@@ -13,13 +13,15 @@ from openengine_adapters.engine import EngineDescription, KvConnector
 class HandOffWanted:
     """The command line's part: `--role`, and where decode servers ask for sessions (port 0 for a free one).
 
-    `timeout` is how many seconds a session waits for its decode server.
+    `timeout` is how many seconds a session waits for its decode server, `transfer_timeout` how many a decode engine
+    may wait for its blocks.
     """
 
     role: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
     timeout: float = 30.0
+    transfer_timeout: float = 120.0
 
 
 def in_role(

@@ -70,7 +70,7 @@ class Pair:
         self.desk = SessionDesk(self.table)
         self.endpoint = kv_pb2.KvEndpoint(host="127.0.0.1")
         self.engine = Engine()
-        self.decoding = Decoding()
+        self.decoding = Decoding(timeout=3600)
 
     async def _ended(self, held: None, how: End) -> None:
         self.ends.put_nowait(how)
@@ -172,6 +172,15 @@ async def test_a_lost_prefill_server_ends_the_wait(pair: Pair, monkeypatch: pyte
         await following(stream)
     assert caught.value.code == FAILED
     assert pair.engine.closed
+
+
+async def test_blocks_that_do_not_come_end_the_wait(pair: Pair) -> None:
+    pair.decoding = Decoding(timeout=0.05)
+    stream = await pair.serve()
+    with pytest.raises(EngineFailure, match=r"did not come within 0\.05 s") as caught:
+        await following(stream)
+    assert (caught.value.code, caught.value.retryable) == (FAILED, True)
+    assert await pair.ended() is End.ABANDONED
 
 
 async def test_a_prefill_server_lost_after_the_first_token_does_not_matter(

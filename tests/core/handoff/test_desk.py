@@ -12,7 +12,7 @@ import pytest_asyncio
 from openengine.v1 import errors_pb2, kv_pb2
 from openengine_adapters.core.errors import EngineFailure, Rejected
 from openengine_adapters.core.handoff.desk import Attachment, SessionDesk, attach
-from openengine_adapters.core.handoff.sessions import End, SessionTable
+from openengine_adapters.core.handoff.sessions import Attach, End, SessionTable
 
 PATIENCE_S = 30.0
 HOUR_S = 3600.0
@@ -135,15 +135,12 @@ async def test_a_session_that_nobody_attaches_to_expires() -> None:
 
 async def test_an_attached_session_does_not_expire() -> None:
     one = Prefill(ttl=0.01)
-    one.endpoint.port = await one.desk.start("127.0.0.1")
     one.open()
-    async with await one.attach() as attachment:
-        one.table.open("other", "checksum", "other-call", "blocks")
-        assert await asyncio.wait_for(one.freed.get(), PATIENCE_S) == ("blocks", End.EXPIRED)
-        assert len(one.table) == 1
-        await attachment.done()
-        assert await one.ended() is End.FETCHED
-    await one.desk.stop()
+    assert one.table.attach("session", "checksum", lambda: None) is Attach.ATTACHED
+    one.table.open("other", "checksum", "other-call", "blocks")
+    assert await asyncio.wait_for(one.freed.get(), PATIENCE_S) == ("blocks", End.EXPIRED)
+    assert len(one.table) == 1
+    await one.table.close()
 
 
 async def test_a_client_that_never_learnt_of_it_ends_the_session(prefill: Prefill) -> None:
