@@ -1,0 +1,78 @@
+"""Death and hang of each process of SGLang, and a scheduler that fails by itself (ERR-04, ERR-07, HEALTH-04)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from signal import SIGKILL, SIGSTOP, Signals
+
+import pytest
+
+from openengine.v1 import errors_pb2, generate_pb2, lifecycle_pb2
+from tests.sglang.conftest import sglang_engine
+from tests.support import cpu_env, death
+from tests.support.server import Server
+from tests.support.wire import PATIENCE_S, Answer, serving
+
+HANG_S = 5.0
+"""Above the longest wait for a core that others use as well."""
+
+SCHEDULER, DETOKENIZER = "sglang::scheduler", "sglang::detokenizer"
+CASES = [
+    # How it is struck, the process, whether the server stays up, and the tokens that a stream asks for: a scheduler
+    # goes on without its detokenizer, so that a hang of that one shows when the scheduler has done its work.
+    (SIGKILL, SCHEDULER, False, 1000),
+    (SIGKILL, DETOKENIZER, True, 1000),
+    (SIGSTOP, SCHEDULER, True, 1000),
+    (SIGSTOP, DETOKENIZER, False, 100),
+]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Server]]:
+    """One server for each case; each starts while the case before it is looked at."""
+    flags = [*cpu_env.sglang_flags(cpu_env.TINY_LLAMA), "--hang-timeout", str(HANG_S)]
+    made = [
+        Server("sglang", [*flags, *(["--stay-up"] if stay_up else [])], cpu_env.sglang_env())
+        for _, _, stay_up, _ in CASES
+    ]
+    made[0].start()
+    yield made
+    for server in made:
+        server.stop(grace=30)
+
+
+@pytest.mark.parametrize(
+    ("number", "case"), [*enumerate(CASES)], ids=[f"{blow.name}-{victim}" for blow, victim, _, _ in CASES]
+)
+async def test_every_open_stream_ends_and_no_process_stays(
+    servers: list[Server], number: int, case: tuple[Signals, str, bool, int]
+) -> None:
+    """And the exit status is 3."""
+    blow, victim, stay_up, max_tokens = case
+    servers[number].wait_ready()
+    if number + 1 < len(servers):
+        servers[number + 1].start()
+    await death.prove(servers[number], victim, blow, stay_up=stay_up, max_tokens=max_tokens)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_an_exception_in_the_scheduler_ends_the_streams_and_not_this_process() -> None:
+    """GEN-10: an id outside the vocabulary, given to SGLang behind the adapter's back, which would refuse it."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    async with serving(sglang_engine(cpu_env.TINY_LLAMA)) as wire:  # type: ignore[arg-type]  # untyped here
+        stopping = generate_pb2.StoppingOptions(max_tokens=1000, ignore_eos=True)
+        calls = [await wire.accepted(stopping=stopping) for _ in range(2)]
+        poison = GenerateReqInput(input_ids=[10**6], sampling_params={"max_new_tokens": 1}, stream=True)
+        poisoned = asyncio.ensure_future(anext(wire.engine.manager.generate_request(poison, None)))
+        async with asyncio.timeout(PATIENCE_S):
+            answers = [Answer([response async for response in call]) for call in calls]
+            health = await wire.stub.Health(lifecycle_pb2.HealthRequest())
+        poisoned.cancel()
+        await asyncio.gather(poisoned, return_exceptions=True)
+        for answer in answers:
+            error = answer.responses[-1].error
+            assert (error.code, error.retryable) == (errors_pb2.ERROR_CODE_INTERNAL, True)
+        assert health.state == lifecycle_pb2.HEALTH_STATE_NOT_READY
+        assert "unavailable" in str((await wire.refused())[0]).lower()
