@@ -137,6 +137,7 @@ def describe(
         embed=tasks.embed,
         classify=tasks.classify,
         score=tasks.score,
+        lora=bool(config("enable_lora")),
     )
 
 

@@ -35,6 +35,7 @@ from openengine_adapters.engine import (
     GroupScores,
     KvEventPublisher,
     LoadSnapshot,
+    Lora,
     RuntimeEvent,
     StartupError,
     Step,
@@ -45,6 +46,7 @@ from openengine_adapters.publishers import KvEventsWanted
 from openengine_adapters.sglang import config, errors, kv, media, outputs, requests
 from openengine_adapters.sglang.disaggregation import Decodes, Prefills, hand_off
 from openengine_adapters.sglang.load import LoadBoard
+from openengine_adapters.sglang.lora import LoraHost, check_lora_args
 from openengine_adapters.sglang.sequences import Sequences
 from openengine_adapters.sglang.steps import StepEvents
 from openengine_adapters.sglang.task_config import task_config
@@ -93,6 +95,7 @@ class SglangEngine:
         self._board: LoadBoard | None = None
         self._events: StepEvents | None = None
         self._texts: TokenTexts | None = None
+        self._loras: LoraHost | None = None
         self._calls: dict[str, Sequences] = {}
         self._compiling = 0
         self._prompts: media.Prompts | None = None
@@ -103,6 +106,7 @@ class SglangEngine:
     async def start(self) -> EngineDescription:
         """Start SGLang off the event loop, so that the server answers STARTING meanwhile."""
         config.check(self._args)
+        check_lora_args(self._args)
         self._hand_off = hand_off(self._args, self._wanted)
         config.prepare(self._args)
         try:
@@ -142,6 +146,9 @@ class SglangEngine:
         assert self._description is not None
         if self._hand_off is not None:
             self._description = await self._hand_off.describe(self._description)
+        if self._description.lora:
+            self._loras = LoraHost(manager, self.check)
+            await self._loras.check_static()
         return self._description
 
     def _build(self) -> Runtime:
@@ -407,6 +414,22 @@ class SglangEngine:
         if self._tasks is None:
             raise EngineDied("the engine is stopped")
         return self._tasks
+
+    # ------------------------------------------------------------------------------------------------ LoRA
+
+    def static_loras(self) -> Sequence[Lora]:
+        """The adapters of `--lora-paths`."""
+        return () if self._loras is None else self._loras.static
+
+    async def load_lora(self, lora: Lora) -> None:
+        """Check the adapter and load it into SGLang."""
+        assert self._loras is not None  # the core asks only where the description says LoRA
+        await self._loras.load(lora)
+
+    async def unload_lora(self, lora: Lora) -> None:
+        """Take the adapter out of SGLang."""
+        assert self._loras is not None
+        await self._loras.unload(lora)
 
     # ------------------------------------------------------------------------------------- load and tokens
 
