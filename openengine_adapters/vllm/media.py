@@ -84,7 +84,7 @@ class Prompts:
             }
             parts.update({"prompt": text} if isinstance(text, str) else {"prompt_token_ids": list(text)})
             try:
-                return await self._rendered(parts, cache_salt)
+                rendered = await self._rendered(parts, cache_salt)
             except Exception as error:
                 # Whatever the model's processor stumbles over came with the request.
                 log.info("media refused", exc_info=error)
@@ -93,6 +93,9 @@ class Prompts:
                     "the model's processor does not take these media with this prompt; "
                     "the prompt needs one placeholder of the model for each",
                 ) from error
+        if self._empty_places(rendered):
+            raise invalid(field, f"the prompt has more places for images than the {len(media)} that came")
+        return rendered
 
     async def _rendered(self, parts: dict[str, Any], cache_salt: str | None, *, special: bool = True) -> Any:
         renderer = self._llm.renderer
@@ -102,6 +105,15 @@ class Prompts:
         how = None if special else renderer.default_cmpl_tok_params.with_kwargs(add_special_tokens=False)
         (rendered,) = await renderer.render_cmpl_async([parsed], how, prompt_extras=extras)
         return rendered
+
+    def _empty_places(self, rendered: Any) -> bool:
+        """Whether an image's placeholder was left as it was, which vLLM takes for an ordinary token."""
+        config = self._llm.model_config.hf_config
+        token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+        filled = rendered.get("mm_placeholders", {}).get("image", ())
+        places = {position for one in filled for position in range(one.offset, one.offset + one.length)}
+        ids = rendered["prompt_token_ids"]
+        return any(found == token and position not in places for position, found in enumerate(ids))
 
     def _decode(self, media: Sequence[Media]) -> list[Any]:
         """What vLLM's own reader makes of the files, less its patience with broken ones."""
