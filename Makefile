@@ -20,6 +20,7 @@ ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference conformance-reference-ranks)
 STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm conformance-vllm-lora)
 STAGES += $(if $(wildcard openengine_adapters/sglang/__main__.py),conformance-sglang)
+STAGES += conformance-tasks-few
 endif
 
 # What `make lint` runs.
