@@ -69,13 +69,13 @@ def check(args: ServerArgs, version: str = VERSION) -> None:
         if value != plain:
             flag = "--" + name.replace("_", "-")
             raise StartupError(f"{flag} {value} is not served; leave it out ({plain})")
-    if args.sampling_backend == "pytorch":
-        # Where a guide leaves no token every probability is NaN; PyTorch raises then, and the scheduler dies (GEN-10).
-        os.environ.setdefault("SGLANG_SANITIZE_NAN_LOGITS", "1")
 
 
 def prepare(args: ServerArgs) -> None:
     """Set what this adapter relies on: cumulative chunks, and the load published after every step (LOAD-04)."""
+    if args.sampling_backend == "pytorch":
+        # Where a guide leaves no token every probability is NaN; PyTorch raises then, and the scheduler dies (GEN-10).
+        os.environ.setdefault("SGLANG_SANITIZE_NAN_LOGITS", "1")
     args.incremental_streaming_output = False
     args.load_snapshot_publish_interval = 1
 

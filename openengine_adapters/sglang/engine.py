@@ -106,8 +106,8 @@ class SglangEngine:
     async def start(self) -> EngineDescription:
         """Start SGLang off the event loop, so that the server answers STARTING meanwhile."""
         config.check(self._args)
-        check_lora_args(self._args)
         self._hand_off = hand_off(self._args, self._wanted)
+        check_lora_args(self._args)
         config.prepare(self._args)
         try:
             await asyncio.to_thread(config.keep_inputs_whole, self._args)
@@ -343,6 +343,7 @@ class SglangEngine:
         assert self._prompts is not None
         field = request.WhichOneof("input") or "prompt"
         given = request.prompt if field == "prompt" else request.token_ids.ids
+        self._prompts.check_text(field, request.prompt)
         async with self._prompts.rendered(given, call.media, field="media") as prompt:
             if not prompt.ids:
                 raise invalid(field, "has no tokens; the tokenizer makes nothing of it")
@@ -444,7 +445,6 @@ class SglangEngine:
         return self._kv_events.publishers(
             self._description.parallelism.ranks, self._description.kv_block_size
         )
-        self._prompts.check_text(field, request.prompt)
 
     def observe(self, sink: Callable[[RuntimeEvent], None] | None) -> None:
         """Tell `sink` of what the schedulers do from now on."""
