@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from openengine.v1 import discovery_pb2, inputs_pb2, model_pb2
 from openengine_adapters.core.validation import INT32_MAX
@@ -101,6 +102,18 @@ def describe(
         score=task_config.score,
         lora=config.lora_config is not None,
     )
+
+
+def lost_process(llm: AsyncLLM) -> bool:
+    """Whether vLLM is ending its processes because one is gone, or the coordinator of its ranks is gone.
+
+    With several ranks that takes seconds before it says so, and of the coordinator it says nothing.
+    """
+    resources = llm.engine_core.resources
+    manager, coordinator = resources.engine_manager, resources.coordinator
+    if manager is not None and manager.manager_stopped.is_set():
+        return True
+    return coordinator is not None and not coordinator.proc.is_alive()
 
 
 def served_names(served: str | list[str] | None) -> list[str]:

@@ -180,8 +180,8 @@ class VllmEngine:
         self._kv_events.close()
 
     def check(self) -> None:
-        """vLLM notices the death of its processes by itself and sets a flag."""
-        if self._llm is not None and self._llm.errored:
+        """vLLM notices the death of its processes by itself, and sets a flag once it has ended the others too."""
+        if self._llm is not None and (self._llm.errored or config.lost_process(self._llm)):
             raise EngineDied
 
     def steps(self) -> int:
