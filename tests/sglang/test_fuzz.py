@@ -33,6 +33,15 @@ PARTS: tuple[Any, ...] = (
     "priority",
 )
 
+Guided = generate_pb2.GuidedDecoding
+GUIDES = (
+    Guided(regex="ab"),
+    Guided(ebnf_grammar="root ::= root"),
+    Guided(json_schema='{"type": "integer"}'),
+    Guided(choice=generate_pb2.ChoiceConstraint(choices=["yes", "no"])),
+)
+"""They compile; each ends soon or allows nothing, whatever else the request asks for."""
+
 
 def _request(wire: Wire, chance: random.Random) -> generate_pb2.GenerateRequest:
     """Mostly valid: every part is left out often, so that much of it reaches the engine."""
@@ -45,6 +54,8 @@ def _request(wire: Wire, chance: random.Random) -> generate_pb2.GenerateRequest:
         request.token_ids.CopyFrom(inputs_pb2.TokenIds(ids=[chance.randrange(49152) for _ in range(4)]))
     if chance.random() < 0.5:
         request.sampling.ClearField("seed")
+    if chance.random() < 0.3:
+        request.guided.CopyFrom(chance.choice(GUIDES))
     request.stopping.max_tokens = min(request.stopping.max_tokens or 4, 16)
     request.sampling.num_sequences = min(request.sampling.num_sequences or 1, 4)
     return request
