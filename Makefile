@@ -5,6 +5,9 @@ SHELL := bash
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
+# Building models writes nothing but what was built.
+export HF_HUB_DISABLE_PROGRESS_BARS := 1
+
 VENVS := dev vllm sglang
 DEV := .venv/dev/bin
 CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks examples)
@@ -40,7 +43,8 @@ help: ## show this
 	@echo "  Needs Python 3.11; TORCH_CPU_WHEELS tells where pip finds a CPU build of PyTorch if it does not by itself."
 
 .PHONY: demo
-demo: models-vllm ## serve SmolLM2 with vLLM on the CPU and stream an answer from it
+demo: venv-vllm ## serve SmolLM2 with vLLM on the CPU and stream an answer from it
+	@.venv/vllm/bin/python scripts/setup/build_models.py SmolLM2-135M-Instruct
 	@.venv/vllm/bin/python scripts/setup/demo.py
 
 .PHONY: demo-disagg
