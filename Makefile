@@ -13,12 +13,12 @@ DEV := .venv/dev/bin
 CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks examples)
 SHELL_SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/*/*.sh docker/*.sh deploy/*.sh)
 
-# What `make test` runs, in this order.  A stage is a target; a new one is a line here.  `test-sglang` joins when
-# its adapter is complete.
+# What `make test` runs, in this order.  A stage is a target; a new one is a line here.
 STAGES := lint
 STAGES += test-fast
 STAGES += test-mutants
 STAGES += $(if $(wildcard tests/vllm),test-vllm)
+STAGES += $(if $(wildcard tests/sglang),test-sglang)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference conformance-reference-ranks)
 STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm conformance-vllm-lora)
@@ -32,6 +32,9 @@ LINTS += $(if $(wildcard scripts/lint_proto.sh),lint-proto)
 
 MUTANTS := tests/conformance/test_mutants.py
 SLOW := $(wildcard tests/engines tests/sglang tests/vllm) $(MUTANTS)
+
+# A fixture that starts real engines may take long on a slow machine.
+PATIENT := -o faulthandler_timeout=1200
 
 # More arguments for pytest, the conformance suite or the benchmarks: make test-vllm ARGS='-k stop'
 ARGS ?=
@@ -69,7 +72,7 @@ test-vllm: models-vllm ## the tests against the real vLLM
 
 .PHONY: test-sglang
 test-sglang: models-sglang ## the tests against the real SGLang
-	.venv/sglang/bin/python -m pytest tests/sglang $(ARGS)
+	.venv/sglang/bin/python -m pytest tests/sglang $(PATIENT) $(ARGS)
 
 .PHONY: conformance
 conformance: conformance-$(ENGINE) ## the suite against ENGINE=reference|vllm|sglang
