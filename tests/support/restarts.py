@@ -28,6 +28,8 @@ DRAINING: Final = "draining"
 CLOSED: Final = "socket closed"
 """How gRPC says that the server ended the connection in an orderly way."""
 
+STARTING: Final = "the engine is starting"
+
 # Without a pause between attempts a replica that is back would be found late.
 _CHANNEL_OPTIONS: Final = [
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -119,7 +121,7 @@ def _refusal(error: grpc.aio.AioRpcError) -> str:
     details = (error.details() or "").lower()
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return ""
-    for words in (DRAINING, CLOSED):
+    for words in (DRAINING, CLOSED, STARTING):
         if words in details:
             return words
     return "never sent" if any(words in details for words in NEVER_SENT) else ""
