@@ -19,6 +19,7 @@ STAGES += test-fast
 STAGES += test-mutants
 STAGES += $(if $(wildcard tests/vllm),test-vllm)
 STAGES += $(if $(wildcard tests/sglang),test-sglang)
+STAGES += $(if $(wildcard tests/engines),test-engines)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference conformance-reference-ranks)
 STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm conformance-vllm-lora)
@@ -73,6 +74,10 @@ test-vllm: models-vllm ## the tests against the real vLLM
 .PHONY: test-sglang
 test-sglang: models-sglang ## the tests against the real SGLang
 	.venv/sglang/bin/python -m pytest tests/sglang $(PATIENT) $(ARGS)
+
+.PHONY: test-engines
+test-engines: venv-dev models-vllm models-sglang ## the same requests through both engines
+	$(DEV)/python -m pytest tests/engines $(PATIENT) $(ARGS)
 
 .PHONY: conformance
 conformance: conformance-$(ENGINE) ## the suite against ENGINE=reference|vllm|sglang
