@@ -69,7 +69,7 @@ test-mutants: venv-dev ## that the suite catches every broken server, minutes
 
 .PHONY: test-vllm
 test-vllm: models-vllm ## the tests against the real vLLM
-	.venv/vllm/bin/python -m pytest tests/vllm $(ARGS)
+	.venv/vllm/bin/python -m pytest tests/vllm $(PATIENT) $(ARGS)
 
 .PHONY: test-sglang
 test-sglang: models-sglang ## the tests against the real SGLang
