@@ -236,7 +236,9 @@ class VllmEngine:
             raise
         assert self._description is not None
         self._internal_ids[call.id] = collector.request_id
-        reader = outputs.OutputReader(request, self._description.eos_token_ids)
+        reader = outputs.OutputReader(
+            request, self._description.eos_token_ids, None if self._texts is None else self.decode
+        )
         if prefills is None:
             return self._stream(llm, call.id, collector, reader.read)
         return self._stream(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from vllm.logprobs import FlatLogprobs
@@ -12,13 +12,22 @@ from openengine.v1 import generate_pb2
 from openengine_adapters.core.errors import EngineFailure
 from openengine_adapters.core.validation import stop_token_ids
 from openengine_adapters.engine import Candidate, Delta, Finish, FinishKind, PromptScores, Step, TokenScore
+from openengine_adapters.vllm.prompt_tail import PromptTail
 
 
 class OutputReader:
     """Reads one request's outputs. vLLM runs with DELTA outputs, so nothing is cumulative."""
 
-    def __init__(self, request: generate_pb2.GenerateRequest, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        request: generate_pb2.GenerateRequest,
+        eos_token_ids: frozenset[int],
+        decode: Callable[[Sequence[int]], str] | None,
+    ) -> None:
+        """`decode` is that of vLLM's detokenizer; None is a server without one."""
         response = request.response
+        self._decode = decode
+        self._tail: PromptTail | None = None
         self._stop_ids = frozenset(stop_token_ids(request.stopping))
         self._eos = eos_token_ids
         self._explicit = response.output_candidates.WhichOneof("selection") == "token_ids"
@@ -29,6 +38,8 @@ class OutputReader:
     def read(self, output: RequestOutput) -> Step:
         """Translate one output. Raises `EngineFailure` where vLLM finished a sequence with an error."""
         prompt_ids = output.prompt_token_ids or ()
+        if self._tail is None and self._decode is not None:
+            self._tail = PromptTail(self._decode, prompt_ids)
         step = Step(
             deltas=[self._delta(completion) for completion in output.outputs],
             prompt_tokens=len(prompt_ids),
@@ -46,7 +57,8 @@ class OutputReader:
             flat = cast(FlatLogprobs, completion.logprobs)
             scores = [_score(flat, position, ranked=not self._explicit) for position in range(len(ids))]
         finish = None if completion.finish_reason is None else self._finish(completion)
-        return Delta(completion.index, ids, completion.text, scores, finish)
+        text = completion.text if self._tail is None else self._tail.cut(completion.index, completion.text)
+        return Delta(completion.index, ids, text, scores, finish)
 
     def _finish(self, completion: CompletionOutput) -> Finish:
         reason, stop = completion.finish_reason, completion.stop_reason

@@ -37,6 +37,9 @@ def _ranks(engine: str) -> tuple[list[str], list[str]]:
 
 KINDS = {"lora": _lora, "ranks": _ranks}
 
+# On a CPU SGLang wants to be told the cores of each data-parallel rank.
+CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+
 
 def main(arguments: list[str]) -> int:
     """Start the server, run the suite on it, stop it, and return the suite's exit status."""
@@ -44,17 +47,18 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     engine, *options = arguments
-    name, flags = engine, list[str]()
+    name, flags, env = engine, list[str](), dict[str, str]()
     if options and options[0] in KINDS:
         name = f"{engine}-{options[0]}"
         flags, chosen = KINDS[options[0]](engine)
+        env = CORES if name == "sglang-ranks" else env
         options = [*chosen, *options[1:]]
     REPORTS.mkdir(parents=True, exist_ok=True)
     reports = (("--json", "json"), ("--html", "html"), ("--junit", "xml"))
     files = [word for option, kind in reports for word in (option, str(REPORTS / f"{name}.{kind}"))]
     suite = [executable("reference", "openengine-conformance"), *files, *options]
     try:
-        with serving(engine, flags=flags) as server:
+        with serving(engine, flags=flags, env=env) as server:
             return subprocess.run([*suite, "--target", server.target], check=False).returncode
     except ServerFailed as error:
         print(f"conformance: {error}", file=sys.stderr)
