@@ -34,6 +34,9 @@ LINTS += $(if $(wildcard scripts/lint_proto.sh),lint-proto)
 MUTANTS := tests/conformance/test_mutants.py
 SLOW := $(wildcard tests/engines tests/sglang tests/vllm) $(MUTANTS)
 
+# Pairs of servers: a NIXL worker whose peer is gone takes both cores of a small machine from all else.
+PAIRS := $(wildcard tests/vllm/test_disaggregation*.py tests/sglang/test_disaggregation*.py)
+
 # A fixture that starts real engines may take long on a slow machine.
 PATIENT := -o faulthandler_timeout=1200
 
@@ -69,11 +72,16 @@ test-mutants: venv-dev ## that the suite catches every broken server, minutes
 
 .PHONY: test-vllm
 test-vllm: models-vllm ## the tests against the real vLLM
-	.venv/vllm/bin/python -m pytest tests/vllm $(PATIENT) $(ARGS)
+	.venv/vllm/bin/python -m pytest tests/vllm $(PAIRS:%=--ignore=%) $(PATIENT) $(ARGS)
 
 .PHONY: test-sglang
 test-sglang: models-sglang ## the tests against the real SGLang
-	.venv/sglang/bin/python -m pytest tests/sglang $(PATIENT) $(ARGS)
+	.venv/sglang/bin/python -m pytest tests/sglang $(PAIRS:%=--ignore=%) $(PATIENT) $(ARGS)
+
+.PHONY: test-disagg
+test-disagg: models-vllm models-sglang ## prefill and decode on two real servers of each engine; not part of `make test`
+	.venv/vllm/bin/python -m pytest $(filter tests/vllm/%,$(PAIRS)) $(PATIENT) $(ARGS)
+	.venv/sglang/bin/python -m pytest $(filter tests/sglang/%,$(PAIRS)) $(PATIENT) $(ARGS)
 
 .PHONY: test-engines
 test-engines: venv-dev models-vllm models-sglang ## the same requests through both engines
