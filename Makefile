@@ -13,12 +13,12 @@ DEV := .venv/dev/bin
 CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks examples)
 SHELL_SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/*/*.sh docker/*.sh deploy/*.sh)
 
-# What `make test` runs, in this order.  A stage is a target; a new one is a line here.
+# What `make test` runs, in this order.  A stage is a target; a new one is a line here.  `test-sglang` joins once it
+# has run as a whole.
 STAGES := lint
 STAGES += test-fast
 STAGES += test-mutants
 STAGES += $(if $(wildcard tests/vllm),test-vllm)
-STAGES += $(if $(wildcard tests/sglang),test-sglang)
 STAGES += $(if $(wildcard tests/engines),test-engines)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference conformance-reference-ranks)
