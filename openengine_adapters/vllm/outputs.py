@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -30,7 +31,10 @@ class OutputReader:
         self._tail: PromptTail | None = None
         self._stop_ids = frozenset(stop_token_ids(request.stopping))
         self._eos = eos_token_ids
-        self._explicit = response.output_candidates.WhichOneof("selection") == "token_ids"
+        explicit = response.output_candidates.WhichOneof("selection") == "token_ids"
+        self._asked = list(response.output_candidates.token_ids.ids) if explicit else None
+        self._best = _best(response.output_candidates)
+        self._prompt_best = _best(response.prompt_candidates)
         self._wants_output = response.return_output_logprobs
         self._wants_prompt = response.return_prompt_logprobs
         self._prompt_start = response.prompt_logprob_start
@@ -55,7 +59,7 @@ class OutputReader:
         scores: Sequence[TokenScore] | None = None
         if self._wants_output:
             flat = cast(FlatLogprobs, completion.logprobs)
-            scores = [_score(flat, position, ranked=not self._explicit) for position in range(len(ids))]
+            scores = [_score(flat, position, self._asked, self._best) for position in range(len(ids))]
         finish = None if completion.finish_reason is None else self._finish(completion)
         text = completion.text if self._tail is None else self._tail.cut(completion.index, completion.text)
         return Delta(completion.index, ids, text, scores, finish)
@@ -98,19 +102,39 @@ class OutputReader:
         positions = range(self._prompt_start, len(prompt_ids))
         return PromptScores(
             token_ids=prompt_ids[self._prompt_start :],
-            scores=[_score(flat, position, ranked=True) if position else None for position in positions],
+            scores=[
+                _score(flat, position, None, self._prompt_best) if position else None
+                for position in positions
+            ],
         )
 
 
-def _score(flat: FlatLogprobs, position: int, *, ranked: bool) -> TokenScore:
-    """The first entry of a position is the token itself, then come the candidates in order.
+def _best(candidates: generate_pb2.CandidateTokenSelection) -> int:
+    """How many of the best tokens are asked for."""
+    return sys.maxsize if candidates.WhichOneof("selection") == "all" else candidates.top_n
 
-    vLLM numbers explicit candidates 1, 2, 3 as if they were the best ones; that is not a rank, so it is dropped.
+
+def _score(flat: FlatLogprobs, position: int, asked: Sequence[int] | None, best: int) -> TokenScore:
+    """One position: the token itself, then the candidates in order, those `asked` for or so many of the `best`.
+
+    Outputs that vLLM put together, because they were read slowly, have the token only once: then it is put back among
+    its candidates, where it has the rank of a candidate. vLLM numbers explicit candidates 1, 2, 3 as if they were the
+    best ones; that is not a rank, so it is dropped.
     """
     first, end = flat.start_indices[position], flat.end_indices[position]
     ids, logprobs, ranks = flat.token_ids, flat.logprobs, flat.ranks
-    return TokenScore(
-        logprobs[first],
-        ranks[first],
-        [Candidate(ids[at], logprobs[at], ranks[at] if ranked else None) for at in range(first + 1, end)],
-    )
+    token_id, logprob, rank = ids[first], logprobs[first], ranks[first]
+    candidates = [
+        Candidate(ids[at], logprobs[at], ranks[at] if asked is None else None) for at in range(first + 1, end)
+    ]
+    found = next((candidate for candidate in candidates if candidate.token_id == token_id), None)
+    if found is not None:
+        # Among equals vLLM gives the token the last rank, and the candidate its own.
+        rank = rank if found.rank is None else found.rank
+    elif asked is not None:
+        if token_id in asked:
+            candidates.insert(asked.index(token_id), Candidate(token_id, logprob, None))
+            rank = None
+    elif rank is not None and rank <= best:
+        candidates.insert(rank - 1, Candidate(token_id, logprob, rank))
+    return TokenScore(logprob, rank, candidates)

@@ -6,7 +6,7 @@ from openengine_adapters.reference.settings import MODEL_ID
 from tests.support import restarts
 from tests.support.server import Server
 
-ROUNDS = 6
+ROUNDS = 4
 
 
 async def test_a_rolling_restart_under_load_loses_no_accepted_request() -> None:
