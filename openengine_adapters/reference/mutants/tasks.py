@@ -132,11 +132,6 @@ def _(response: Any) -> None:
             output.dense.values[0] = float("nan")
 
 
-@response_of("Score", "not_finite_score", "TASK-16", "A score that is not finite is sent.")
-def _(response: Any) -> None:
-    response.groups[0].candidates[0].scores.values[0] = float("inf")
-
-
 @response_of("Embed", "indices_backwards", "TASK-12", "Sparse indices decrease.")
 def _(response: Any) -> None:
     for output in response.outputs:
