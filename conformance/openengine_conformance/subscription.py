@@ -28,6 +28,7 @@ class Subscription(Generic[Res]):
         self._call = call
         self._exchange = exchange
         self._failed = False
+        # Unbounded, as `responses`: a case runs for seconds.
         self._arrived: asyncio.Queue[Res | None] = asyncio.Queue()
         self._reader = asyncio.create_task(self._read_all())
 

@@ -43,7 +43,7 @@ from openengine_adapters.engine import (
     Tensor,
 )
 from openengine_adapters.publishers import KvEventsWanted
-from openengine_adapters.sglang import config, errors, kv, media, outputs, requests
+from openengine_adapters.sglang import config, errors, kv, media, outputs, processes, requests
 from openengine_adapters.sglang.disaggregation import Decodes, Prefills, hand_off
 from openengine_adapters.sglang.load import LoadBoard
 from openengine_adapters.sglang.lora import LoraHost, check_lora_args
@@ -58,8 +58,6 @@ STATE_S = 30.0
 
 SHUTDOWN_S = 15.0
 """How long a scheduler may take to free a device's memory; SGLang itself gives it as much."""
-
-KILL_S = 5.0
 
 DETOKENIZER = "sglang::detokenizer"
 """The title of the one process that holds nothing, and does not end when it is asked to."""
@@ -124,12 +122,12 @@ class SglangEngine:
             runtime = await asyncio.to_thread(self._build)
         except (Exception, SystemExit) as error:
             log.debug("SGLang did not start", exc_info=error)
-            left = _existing([child.pid for child in multiprocessing.active_children() if child.pid])
-            await asyncio.to_thread(_end, _descendants(left))
+            left = processes.existing([child.pid for child in multiprocessing.active_children() if child.pid])
+            await asyncio.to_thread(processes.end, processes.descendants(left))
             raise StartupError(f"SGLang did not start: {_one_line(error)}") from error
         self._runtime = runtime
         scheduler = runtime._scheduler_init_result
-        self._processes = _existing(scheduler.all_child_pids)
+        self._processes = processes.existing(scheduler.all_child_pids)
         manager = runtime.tokenizer_manager
         manager.sampling_params_class = requests.WholeStops
         # With a loop of its own already, SGLang neither takes signals nor starts the tasks that kill this process.
@@ -200,10 +198,10 @@ class SglangEngine:
                     os.unlink(name.removeprefix("ipc://"))
 
     def _end_processes(self) -> None:
-        schedulers = [process for process in self._processes if DETOKENIZER not in _title(process)]
+        schedulers = [process for process in self._processes if DETOKENIZER not in processes.title(process)]
         if not self._failure:
             psutil.wait_procs(schedulers, timeout=SHUTDOWN_S)
-        _end(_descendants(self._processes))
+        processes.end(processes.descendants(self._processes))
 
     def _child_failed(self) -> None:
         self._failure = self._failure or "one of its processes failed, its log says why"
@@ -221,7 +219,7 @@ class SglangEngine:
 
     def _find_failure(self) -> str:
         for process in self._processes:
-            if not _lives(process):
+            if not processes.lives(process):
                 return f"process {process.pid} is gone"
         if self._reader is not None and self._reader.done():
             error = None if self._reader.cancelled() else self._reader.exception()
@@ -467,41 +465,6 @@ class SglangEngine:
         if self._runtime is None or self._failure:
             raise EngineDied("the engine is stopped")
         return self._runtime.tokenizer_manager
-
-
-def _existing(pids: Sequence[int]) -> list[psutil.Process]:
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
-
-
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _descendants(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    found = {process.pid: process for process in processes}
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.update((child.pid, child) for child in process.children(recursive=True))
-    return list(found.values())
-
-
-def _title(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""
-
-
-def _end(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=KILL_S)
 
 
 def _one_line(error: BaseException) -> str:
