@@ -122,33 +122,22 @@ class _Launch:
     async def _serve(self, description: EngineDescription, stopping: asyncio.Task[object], port: int) -> int:
         self._servicer.opened(description)
         self._take_signals()  # an engine may have taken them over while it started
-        await self._server.publish_health()
         log.info("ready: %s %s serves %s on port %d", description.engine_name, description.engine_version,
                  description.model_id, port)  # fmt: skip
         dead = asyncio.create_task(self._servicer.lifecycle.dead.wait(), name="engine-death")
         watch = asyncio.create_task(self._servicer.watchdog.run(), name="watchdog")
-        phases = asyncio.create_task(self._follow_phases(), name="health-phases")
         try:
             await asyncio.wait({stopping, dead}, return_when=asyncio.FIRST_COMPLETED)
             if dead.done():
-                await self._server.publish_health()
                 if self._options.stay_up:
                     await stopping
                 return EXIT_DIED
             await self._drain()
             return EXIT_DIED if self._servicer.lifecycle.died else EXIT_OK
         finally:
-            for task in (dead, watch, phases):
+            for task in (dead, watch):
                 task.cancel()
-            await asyncio.gather(dead, watch, phases, return_exceptions=True)
-
-    async def _follow_phases(self) -> None:
-        changed = asyncio.Event()
-        self._servicer.lifecycle.listen(lambda _phase: changed.set())
-        while True:
-            await changed.wait()
-            changed.clear()
-            await self._server.publish_health()
+            await asyncio.gather(dead, watch, return_exceptions=True)
 
     async def _drain(self) -> None:
         """DRAIN-05: let running requests end, abort what outlasts the grace."""

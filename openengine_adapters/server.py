@@ -36,7 +36,8 @@ class Server:
         reflection.enable_server_reflection(
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
-        self._phases: list[Phase] = []
+        self._changed = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Bind and answer, as STARTING until the servicer is opened (DISC-13). Returns the port.
@@ -52,11 +53,19 @@ class Server:
         self._servicer.reachable = dataclasses.replace(
             self._servicer.reachable, listen_host=self._host, port=self._port
         )
-        await self.publish_health()
+        await self._publish_health()
+        self._servicer.lifecycle.listen(lambda _phase: self._changed.set())
+        self._follower = asyncio.create_task(self._follow_phases(), name="health-phases")
         await self._grpc.start()
         return self._port
 
-    async def publish_health(self) -> None:
+    async def _follow_phases(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._publish_health()
+
+    async def _publish_health(self) -> None:
         """Let grpc.health.v1 say what Health says (HEALTH-05)."""
         serving = self._servicer.lifecycle.phase is Phase.READY
         status = (
@@ -72,6 +81,9 @@ class Server:
                 await self._servicer.calls.none()
         hang_up(self._port)
         await self._grpc.stop(grace_s)
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
 
 
 def _bracketed(host: str) -> str:

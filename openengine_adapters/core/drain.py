@@ -1,4 +1,8 @@
-"""Drain: wait for the work in flight, with true counts (DRAIN-01 … DRAIN-04)."""
+"""Drain: wait for the work in flight, with true counts (DRAIN-01 … DRAIN-04).
+
+A drain whose engine dies ends with EngineError as every other stream does (ERR-04): what it waited for is lost, and
+COMPLETE would say that it was served.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ class Drains:
         # Without the stop only what was in flight at the start is waited for (DRAIN-02).
         pending = list(self._requests)
         yield self._event(lifecycle_pb2.DRAIN_STATE_STARTED, pending)
-        while self._remaining(pending) or (request.stop_accepting_new_requests and self._open_sessions()):
+        while self._works(request, pending):
             left = None if end is None else end - loop.time()
             if left is not None and left <= 0:
                 if not request.abort_after_deadline:
@@ -50,14 +54,27 @@ class Drains:
                 if request.stop_accepting_new_requests:
                     await self._end_sessions()
                 break
-            wait = PROGRESS_S if left is None else min(PROGRESS_S, left)
-            if self._remaining(pending):
-                await self._requests.wait_ended(self._remaining(pending), wait)
-            else:
-                await asyncio.sleep(wait)
-            if self._remaining(pending):
+            await self._wait(pending, PROGRESS_S if left is None else min(PROGRESS_S, left))
+            if self._works(request, pending):
                 yield self._event(lifecycle_pb2.DRAIN_STATE_IN_PROGRESS, pending)
-        yield self._event(lifecycle_pb2.DRAIN_STATE_COMPLETE, pending)
+        if (died := self._lifecycle.died) is not None:
+            yield self._failed(died, pending)
+        else:
+            yield self._event(lifecycle_pb2.DRAIN_STATE_COMPLETE, pending)
+
+    def _works(self, request: lifecycle_pb2.DrainRequest, pending: list[ActiveRequest]) -> bool:
+        """Whether there is something left to wait for."""
+        if self._lifecycle.died is not None:
+            return False
+        sessions = self._open_sessions() if request.stop_accepting_new_requests else 0
+        return bool(sessions or self._remaining(pending))
+
+    async def _wait(self, pending: list[ActiveRequest], seconds: float) -> None:
+        """Wait for the requests, or a while for sessions, whose end nobody tells."""
+        if remaining := self._remaining(pending):
+            await self._requests.wait_ended(remaining, seconds)
+        else:
+            await asyncio.sleep(seconds)
 
     def _remaining(self, pending: list[ActiveRequest]) -> list[ActiveRequest]:
         return [request for request in pending if not request.done]
@@ -79,6 +96,11 @@ class Drains:
             code=errors_pb2.ERROR_CODE_DRAINING,
             details={"field": "deadline_ms", "limit": deadline_ms, "value": left},
         )
+        return self._failed(failure, pending)
+
+    def _failed(self, failure: EngineFailure, pending: list[ActiveRequest]) -> lifecycle_pb2.DrainResponse:
         return lifecycle_pb2.DrainResponse(
-            error=failure.to_proto(), in_flight_requests=left, open_kv_sessions=self._open_sessions()
+            error=failure.to_proto(),
+            in_flight_requests=len(self._remaining(pending)),
+            open_kv_sessions=self._open_sessions(),
         )

@@ -36,7 +36,6 @@ async def _served(mutant: Mutant, settings: Mapping[str, Any]) -> AsyncIterator[
     port = await server.start()
     try:
         servicer.opened(await engine.start())
-        await server.publish_health()
         yield f"127.0.0.1:{port}"
     finally:
         await servicer.closed()

@@ -78,7 +78,6 @@ async def serve(
     port = await server.start()
     if opened:
         servicer.opened(await engine.start())
-        await server.publish_health()
     watch = asyncio.create_task(servicer.watchdog.run())
     target = f"127.0.0.1:{port}"
     try:

@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from openengine.v1 import discovery_pb2, kv_pb2, lifecycle_pb2, model_pb2, observability_pb2
+from openengine.v1 import discovery_pb2, errors_pb2, kv_pb2, lifecycle_pb2, model_pb2, observability_pb2
 from openengine_adapters.core.capabilities import check_schema_release
 from openengine_adapters.core.watchdog import Limits
 from openengine_adapters.server import SERVICE
@@ -191,12 +191,31 @@ async def test_concurrent_drains_both_end_and_a_cancelled_one_keeps_draining(ser
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_drain_ends_when_the_engine_dies() -> None:
-    """DRAIN-01 with ERR-04: nothing is left to wait for."""
+async def test_a_drain_ends_with_the_engines_death() -> None:
+    """ERR-04: what it waited for is lost, which COMPLETE would not say."""
     async with serve(FakeEngine(), Limits(period_s=0.02)) as served:
         call = await served.accepted(served.request())
         drain = served.stub.Drain(Drain(stop_accepting_new_requests=True))
         await anext(aiter(drain))
         served.engine.dead = True
-        assert states([event async for event in drain])[-1] == lifecycle_pb2.DRAIN_STATE_COMPLETE
+        async with asyncio.timeout(SOON_S):
+            last = [event async for event in drain][-1]
+        assert (last.error.code, last.error.retryable) == (errors_pb2.ERROR_CODE_INTERNAL, True)
+        assert await drain.code() is grpc.StatusCode.OK
         call.cancel()
+
+
+async def test_a_drain_waits_for_sessions_and_says_so(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DRAIN-01: a session that nobody has fetched yet is work that remains; its engine's death ends the wait."""
+    monkeypatch.setattr(served.servicer.drains, "_open_sessions", lambda: 1)
+    drain = served.stub.Drain(Drain(stop_accepting_new_requests=True))
+    events = aiter(drain)
+    async with asyncio.timeout(SOON_S):
+        assert (await anext(events)).state == lifecycle_pb2.DRAIN_STATE_STARTED
+        waiting = await anext(events)
+        assert waiting.state == lifecycle_pb2.DRAIN_STATE_IN_PROGRESS
+        assert (waiting.in_flight_requests, waiting.open_kv_sessions) == (0, 1)
+        served.engine.dead = True
+        assert [event async for event in events][-1].HasField("error")

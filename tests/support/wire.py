@@ -154,7 +154,6 @@ async def serving(
     port = await server.start()
     description = await engine.start()
     servicer.opened(description)
-    await server.publish_health()
     watch = asyncio.create_task(servicer.watchdog.run())
     target = f"127.0.0.1:{port}"
     try:

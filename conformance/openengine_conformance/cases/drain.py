@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from openengine.v1 import discovery_pb2, errors_pb2, generate_pb2, lifecycle_pb2
@@ -20,6 +21,8 @@ Response = lifecycle_pb2.DrainResponse
 STARTED = lifecycle_pb2.DRAIN_STATE_STARTED
 IN_PROGRESS = lifecycle_pb2.DRAIN_STATE_IN_PROGRESS
 COMPLETE = lifecycle_pb2.DRAIN_STATE_COMPLETE
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE = "openengine.v1.OpenEngine"
 
 
 def _drain(ctx: Context, **fields: object) -> Subscription[lifecycle_pb2.DrainResponse]:
@@ -188,6 +191,40 @@ async def cancelled_call(ctx: Context) -> None:
     await ctx.still_serves()
 
 
+class GrpcWatch:
+    """What grpc.health.v1 says of one service, while the server begins to drain."""
+
+    def __init__(self, ctx: Context, service: str) -> None:
+        self._ctx = ctx
+        self._request = health_pb2.HealthCheckRequest(service=service)
+        self._stub = health_pb2_grpc.HealthStub(ctx.connection.channel)
+        self._watch = self._stub.Watch(self._request, timeout=60, metadata=ctx.connection.metadata)
+        self._what = f"of {service!r} in grpc.health.v1"
+
+    @classmethod
+    async def open(cls, ctx: Context, service: str) -> GrpcWatch:
+        """Watch a service that serves."""
+        one = cls(ctx, service)
+        await one._read()
+        return one
+
+    async def expect_not_serving(self) -> None:
+        """Watch tells of the change, and Check says the same."""
+        expect_equal(await self._read(), NOT_SERVING, f"Watch {self._what}", "HEALTH-05")
+        answer = await self._ctx.call(self._stub.Check, self._request)
+        expect_equal(answer.status, NOT_SERVING, f"Check {self._what}", "HEALTH-05")
+        self._watch.cancel()
+
+    async def _read(self) -> int:
+        try:
+            async with asyncio.timeout(3):
+                told = await self._watch.read()
+        except TimeoutError:
+            raise Failure(f"Watch {self._what} tells nothing new", "HEALTH-05") from None
+        expect(told is not grpc.aio.EOF, f"Watch {self._what} ended", "HEALTH-05")
+        return int(told.status)
+
+
 @case(
     "drain.stops_new_work",
     "From STARTED on new work is UNAVAILABLE and Health DRAINING, while what was in flight runs to its end.",
@@ -202,6 +239,7 @@ async def cancelled_call(ctx: Context) -> None:
 )
 async def stops_new_work(ctx: Context) -> None:
     running = await ctx.started(ctx.endless())
+    watches = [await GrpcWatch.open(ctx, service) for service in ("", SERVICE)]
     watch = _drain(ctx, stop_accepting_new_requests=True)
     given_up = _drain(ctx, stop_accepting_new_requests=True)
     await _started(watch)
@@ -213,9 +251,8 @@ async def stops_new_work(ctx: Context) -> None:
         expect_equal(
             health.state, lifecycle_pb2.HEALTH_STATE_DRAINING, "Health during the drain", "HEALTH-04"
         )
-    stub = health_pb2_grpc.HealthStub(ctx.connection.channel)
-    answer = await ctx.call(stub.Check, health_pb2.HealthCheckRequest())
-    expect_equal(answer.status, health_pb2.HealthCheckResponse.NOT_SERVING, "grpc.health.v1", "HEALTH-05")
+    for grpc_watch in watches:
+        await grpc_watch.expect_not_serving()
     await ctx.call(ctx.rpc.GetEngineInfo, discovery_pb2.GetEngineInfoRequest())
     await running.wait_tokens(len(running.first.records) + 2)
     await ctx.abort(running.id)

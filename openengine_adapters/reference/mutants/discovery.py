@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from openengine.v1 import discovery_pb2, lifecycle_pb2
+from openengine_adapters.core.lifecycle import Phase
 from openengine_adapters.core.servicer import OpenEngineServicer
 from openengine_adapters.reference.mutants.seams import (
     Refuse,
     Tamper,
+    replace,
     request_of,
     response_of,
     servicer_of,
@@ -207,6 +210,31 @@ def _(request: Any) -> None:
 def _(health: Any) -> None:
     if health.state == lifecycle_pb2.HEALTH_STATE_READY:
         health.state = lifecycle_pb2.HEALTH_STATE_DEGRADED
+
+
+def _deaf_to(servicer: OpenEngineServicer, deaf: Phase) -> None:
+    """Whoever follows the server's phases from now on is not told of one of them."""
+    listen = servicer.lifecycle.listen
+
+    def listen_but(listener: Callable[[Phase], None]) -> None:
+        listen(lambda phase: None if phase is deaf else listener(phase))
+
+    replace(servicer.lifecycle, "listen", listen_but)
+
+
+@servicer_of(
+    "grpc_health_ignores_drains", "HEALTH-05", "grpc.health.v1 says SERVING while the server drains.",
+    options={"include_drain": True},
+)  # fmt: skip
+def _(servicer: OpenEngineServicer) -> None:
+    _deaf_to(servicer, Phase.DRAINING)
+
+
+@servicer_of(
+    "grpc_health_never_serves", "HEALTH-05", "grpc.health.v1 does not notice that the server is READY."
+)
+def _(servicer: OpenEngineServicer) -> None:
+    _deaf_to(servicer, Phase.READY)
 
 
 @tampers(_MODEL, "refusal_shows_a_path", "ERR-06", "A refusal shows a file of the server.")
