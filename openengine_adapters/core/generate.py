@@ -22,7 +22,7 @@ from openengine_adapters.core.requests import ActiveRequest, RequestTable
 from openengine_adapters.core.stops import StopFilter
 from openengine_adapters.core.stream import ResponseStream
 from openengine_adapters.core.validation import stop_texts, wants_several
-from openengine_adapters.engine import Engine, EngineDescription, GenerateCall, Lora, Step
+from openengine_adapters.engine import Engine, EngineDescription, FinishKind, GenerateCall, Lora, Step
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ class _Responder:
         self._requests = requests
         self._active = active
         self._context = context
+        self._engine = engine
         self._clock = asyncio.get_running_loop().time
 
     async def run(self, stream: AsyncGenerator[Step, None]) -> None:
@@ -161,8 +162,12 @@ class _Responder:
         responses = self._responses
         try:
             async for step in stream:
+                given_up = self._take_cancellations(step)
                 for response in responses.push(step):
                     await self._write(response)
+                if given_up:
+                    self._engine.check()
+                    raise EngineFailure("the engine gave the request up", retryable=True)
                 if self._active.failure is not None and not responses.ended:
                     raise self._active.failure
                 if responses.ended:
@@ -185,6 +190,22 @@ class _Responder:
                 raise _Stalled(last) from None
         for response in last:
             await self._write(response)
+
+    def _take_cancellations(self, step: Step) -> bool:
+        """Take away the CANCELLED finishes that nobody asked for: an engine that goes down ends its requests so.
+
+        They are failures (STREAM-09); what the step has beside them is still the caller's.
+        """
+        if self._active.aborted:
+            return False
+        cancelled = [
+            delta
+            for delta in step.deltas
+            if delta.finish is not None and delta.finish.kind is FinishKind.CANCELLED
+        ]
+        for delta in cancelled:
+            delta.finish = None
+        return bool(cancelled)
 
     async def _write(self, response: generate_pb2.GenerateResponse) -> None:
         self._active.writing_since = self._clock()

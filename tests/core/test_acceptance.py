@@ -11,7 +11,7 @@ import pytest
 from openengine.v1 import errors_pb2, generate_pb2, lifecycle_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, invalid
 from openengine_adapters.core.watchdog import Limits
-from openengine_adapters.engine import Step
+from openengine_adapters.engine import Delta, Finish, FinishKind, GenerateCall, Step
 from tests.core.conftest import SOON_S, Served, serve, until
 from tests.core.fake_engine import FakeEngine, length_finish, token
 
@@ -169,6 +169,24 @@ async def test_the_first_request_that_sees_a_death_tells_everybody() -> None:
         async with asyncio.timeout(SOON_S):
             responses = [response async for response in other]
         assert responses[-1].error.retryable
+
+
+@pytest.mark.parametrize("dead", [True, False], ids=["dies", "gives_up"])
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure(dead: bool) -> None:
+    """STREAM-09, ERR-04: an engine that goes down cancels its requests first; what came with that is still sent."""
+    async with serve(FakeEngine(), Limits(period_s=600)) as served:
+
+        def go_down(_call: GenerateCall) -> list[Step]:
+            served.engine.dead = dead
+            return [token(97), Step([Delta(0, [98], "b", finish=Finish(FinishKind.CANCELLED))])]
+
+        served.engine.script = go_down
+        *tokens, last = await served.collect(served.request())
+        assert "".join(response.token.text for response in tokens) == "ab"
+        assert (last.error.code, last.error.retryable) == (errors_pb2.ERROR_CODE_INTERNAL, True)
+        assert last.usage.completion_tokens == 2
+        health = await served.stub.Health(lifecycle_pb2.HealthRequest())
+        assert (health.state == lifecycle_pb2.HEALTH_STATE_NOT_READY) is dead
 
 
 async def test_a_hung_engine_counts_as_dead() -> None:
