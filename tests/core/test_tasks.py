@@ -214,7 +214,7 @@ async def test_media_of_items_reach_the_engine(tasks: Served) -> None:
     ],
 )
 async def test_one_failing_item_fails_the_call(task: str, failure: Exception, code: Code) -> None:
-    """TASK-15: the siblings that wait in the engine are cancelled, nothing is answered."""
+    """TASK-15, TASK-04: the siblings that wait in the engine are cancelled, nothing is answered."""
     async with serve(TaskEngine()) as served:
         engine = engine_of(served)
         engine.failures["i2"] = failure

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from openengine.v1 import generate_pb2, inputs_pb2
+from tests.support import split_prompt
 from tests.support.wire import Wire
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -410,3 +411,9 @@ async def test_a_character_split_over_tokens_comes_whole(tiny: Wire) -> None:
     assert re.fullmatch("(🦀|é|漢){4}", answer.first.text)
     for response in answer.responses:
         assert "\ufffd" not in response.token.text
+
+
+@pytest.mark.parametrize("whole", split_prompt.WORDS)
+async def test_a_prompt_that_ends_inside_a_character_is_not_repeated(tiny: Wire, whole: str) -> None:
+    """STREAM-03: concatenation gives the output, and the output alone."""
+    await split_prompt.prove(tiny, whole)

@@ -7,10 +7,9 @@ import re
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
 
 from openengine.v1 import generate_pb2, inputs_pb2
-from tests.support import cpu_env
+from tests.support import split_prompt
 from tests.support.wire import Wire
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -339,13 +338,7 @@ async def test_a_character_split_over_tokens_comes_whole(tiny: Wire) -> None:
         assert "\ufffd" not in response.token.text
 
 
-@pytest.mark.parametrize("whole", ["crab 🦀", "漢漢"])
+@pytest.mark.parametrize("whole", split_prompt.WORDS)
 async def test_a_prompt_that_ends_inside_a_character_is_not_repeated(tiny: Wire, whole: str) -> None:
     """STREAM-03: concatenation gives the output, and the output alone."""
-    tokenizer = Tokenizer.from_file(str(cpu_env.model(cpu_env.TINY_LLAMA) / "tokenizer.json"))
-    prompt = tokenizer.encode(whole).ids[:-1]
-    answer = await tiny.generate(prompt, max_tokens=12)
-    before, both = tokenizer.decode(prompt), tokenizer.decode([*prompt, *answer.first.ids])
-    assert before.endswith("\ufffd")
-    start = before if both.startswith(before) else before.rstrip("\ufffd")
-    assert answer.first.text.rstrip("\ufffd") == both.removeprefix(start).rstrip("\ufffd")
+    await split_prompt.prove(tiny, whole)
