@@ -502,6 +502,15 @@ class PublishesKvEvents(Protocol):
 
 
 @runtime_checkable
+class RunsRanks(Protocol):
+    """An engine whose data-parallel ranks make steps of their own, so that those of one hide the hang of another."""
+
+    def ranks_at_work(self) -> Mapping[int, int]:
+        """A number for each rank that has unfinished requests, which grows while that rank makes progress (ERR-07)."""
+        ...
+
+
+@runtime_checkable
 class EmitsRuntimeEvents(Protocol):
     """An engine that tells what it does, step by step."""
 

@@ -10,7 +10,7 @@ from openengine.v1 import errors_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure
 from openengine_adapters.core.lifecycle import Lifecycle
 from openengine_adapters.core.requests import RequestTable
-from openengine_adapters.engine import Engine
+from openengine_adapters.engine import Engine, RunsRanks
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,7 @@ class Watchdog:
         self._requests = requests
         self._lifecycle = lifecycle
         self._limits = limits
-        self._steps = -1
-        self._progress_at = 0.0
+        self._progress: dict[str, tuple[int, float]] = {}
 
     async def run(self) -> None:
         """Watch until cancelled or until the engine is dead."""
@@ -59,16 +58,29 @@ class Watchdog:
         self._requests.interrupt_all(death)
 
     def _look_for_hang(self, now: float) -> None:
-        steps = self._engine.steps()
-        if steps != self._steps or not self._engine.unfinished():
-            self._steps, self._progress_at = steps, now
-        elif now - self._progress_at > self._limits.hang_s:
-            self.declare_dead(
-                EngineDied(
-                    f"the engine made no step for {self._limits.hang_s:g} s with requests unfinished; "
-                    "its requests are lost, retry on another replica"
+        before = self._progress
+        self._progress = {
+            who: before[who] if who in before and before[who][0] == steps else (steps, now)
+            for who, steps in self._at_work().items()
+        }
+        for who, (_, since) in self._progress.items():
+            if now - since > self._limits.hang_s:
+                self.declare_dead(
+                    EngineDied(
+                        f"{who} made no step for {self._limits.hang_s:g} s with requests unfinished; "
+                        "its requests are lost, retry on another replica"
+                    )
                 )
-            )
+                return
+
+    def _at_work(self) -> dict[str, int]:
+        """The steps so far of what has something to do: the engine, and each of its ranks that tells of itself."""
+        if not self._engine.unfinished():
+            return {}
+        ranks = self._engine.ranks_at_work() if isinstance(self._engine, RunsRanks) else {}
+        return {"the engine": self._engine.steps()} | {
+            f"rank {rank} of the engine": steps for rank, steps in ranks.items()
+        }
 
     def _look_for_stalled_readers(self, now: float) -> None:
         for request in self._requests:

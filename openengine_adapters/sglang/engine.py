@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -23,9 +23,10 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.server_args import ServerArgs
 
-from openengine.v1 import kv_pb2, tasks_pb2
+from openengine.v1 import tasks_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
 from openengine_adapters.core.handoff.roles import HandOffWanted
+from openengine_adapters.core.handoff.sides import Sessions
 from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
 from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
@@ -42,6 +43,7 @@ from openengine_adapters.engine import (
     TaskCall,
     Tensor,
 )
+from openengine_adapters.interrupts import deaf_children
 from openengine_adapters.publishers import KvEventsWanted
 from openengine_adapters.sglang import config, errors, kv, media, outputs, processes, requests
 from openengine_adapters.sglang.disaggregation import Decodes, Prefills, hand_off
@@ -70,7 +72,7 @@ class Runtime(Engine):  # type: ignore[misc]  # untyped where SGLang is not inst
         """Leave alone the children of this process that are not SGLang's; `SglangEngine.stop` ends those that are."""
 
 
-class SglangEngine:
+class SglangEngine(Sessions):
     """One SGLang engine in this process; its schedulers and its detokenizer are child processes."""
 
     def __init__(
@@ -150,7 +152,8 @@ class SglangEngine:
         return self._description
 
     def _build(self) -> Runtime:
-        return Runtime(server_args=self._args)
+        with deaf_children():
+            return Runtime(server_args=self._args)
 
     def _describe(self, manager: Any, scheduler: dict[str, Any], state: dict[str, Any]) -> None:
         modalities = media.modalities(manager)
@@ -230,6 +233,12 @@ class SglangEngine:
     def steps(self) -> int:
         """Signs of life of the schedulers and of the way back from them."""
         return 0 if self._board is None else self._board.steps(compiling=self._compiling > 0)
+
+    def ranks_at_work(self) -> Mapping[int, int]:
+        """The steps of each scheduler that said that it has requests; a hung one says so for ever."""
+        if self._board is None or self._hand_off is not None:
+            return {}
+        return self._board.busy_ranks()
 
     def unfinished(self) -> int:
         """Sequences that SGLang has not finished, but for those that wait for another server."""
@@ -365,28 +374,6 @@ class SglangEngine:
         sequences = self._calls.get(call_id)
         if sequences is not None and not self._failure:
             sequences.abort()
-
-    # -------------------------------------------------------------------------------------------- sessions
-
-    def check_session(self, session: kv_pb2.KvSessionRef) -> None:
-        """Check a session before anything else is done with the request."""
-        assert isinstance(self._hand_off, Decodes)  # the core asks decode engines only
-        self._hand_off.read(session)
-
-    async def release_session(self, session_id: str) -> bool | None:
-        """End a session and the request that it owns."""
-        if not isinstance(self._hand_off, Prefills):
-            return None
-        return await self._hand_off.release(session_id)
-
-    async def end_sessions(self) -> None:
-        """End every session that no decode server is attached to."""
-        if isinstance(self._hand_off, Prefills):
-            self._hand_off.sessions.end_all()
-
-    def open_sessions(self) -> int:
-        """Sessions whose prefill waits for its decode, or is on its way there."""
-        return len(self._hand_off.sessions) if isinstance(self._hand_off, Prefills) else 0
 
     # ----------------------------------------------------------------------------------------------- tasks
 

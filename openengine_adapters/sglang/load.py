@@ -59,6 +59,14 @@ class LoadBoard:
             self._steps += 1
         return self._steps
 
+    def busy_ranks(self) -> dict[int, int]:
+        """The time of the last step, in nanoseconds, of each rank that ran or queued something after it."""
+        return {
+            rank: int(load.timestamp * 1e9)
+            for rank, load in self.loads().items()
+            if load.num_running_reqs or load.num_waiting_reqs
+        }
+
     def _rank(self, load: Any) -> RankLoad:
         return RankLoad(
             rank=load.dp_rank,

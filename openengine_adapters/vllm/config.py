@@ -116,6 +116,19 @@ def lost_process(llm: AsyncLLM) -> bool:
     return coordinator is not None and not coordinator.proc.is_alive()
 
 
+def busy_ranks(llm: AsyncLLM) -> set[int]:
+    """The ranks that have requests which nobody has given up, as vLLM's client of several ranks sent them there."""
+    client = llm.engine_core
+    unfinished = llm.output_processor.request_states
+    engines = {
+        engine
+        for request_id, engine in getattr(client, "reqs_in_flight", {}).items()
+        if request_id in unfinished
+    }
+    # Engines are in rank order.
+    return {rank for rank, engine in enumerate(client.core_engines) if engine in engines}
+
+
 def served_names(served: str | list[str] | None) -> list[str]:
     """The names to serve under; vLLM takes one name or a list of them."""
     if served is None:

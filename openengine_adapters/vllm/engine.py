@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import vllm
@@ -17,9 +17,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from openengine.v1 import generate_pb2, kv_pb2, tasks_pb2
+from openengine.v1 import generate_pb2, tasks_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
 from openengine_adapters.core.handoff.roles import HandOffWanted, in_role
+from openengine_adapters.core.handoff.sides import Sessions
 from openengine_adapters.core.validation import check_prompt_length, check_prompt_logprob_start
 from openengine_adapters.core.vocabulary import TokenTexts
 from openengine_adapters.engine import (
@@ -36,6 +37,7 @@ from openengine_adapters.engine import (
     TaskCall,
     Tensor,
 )
+from openengine_adapters.interrupts import deaf_children
 from openengine_adapters.publishers import KvEventsWanted
 from openengine_adapters.vllm import config, errors, kv, media, outputs, requests
 from openengine_adapters.vllm.disaggregation import Decodes, Prefills, hand_off
@@ -50,7 +52,7 @@ log = logging.getLogger(__name__)
 SHUTDOWN_S = 5.0
 
 
-class VllmEngine:
+class VllmEngine(Sessions):
     """One vLLM engine in this process; its core and workers are child processes."""
 
     def __init__(
@@ -163,12 +165,13 @@ class VllmEngine:
         built = self._args.create_engine_config()
         self._kv_events.check(built)
         check_lora_config(built)
-        return AsyncLLM.from_vllm_config(
-            built,
-            stat_loggers=[self._board.logger],
-            enable_log_requests=self._args.enable_log_requests,
-            disable_log_stats=self._args.disable_log_stats,
-        )
+        with deaf_children():
+            return AsyncLLM.from_vllm_config(
+                built,
+                stat_loggers=[self._board.logger],
+                enable_log_requests=self._args.enable_log_requests,
+                disable_log_stats=self._args.disable_log_stats,
+            )
 
     async def stop(self) -> None:
         """Shut vLLM down; its own shutdown blocks, so it runs in a thread."""
@@ -187,6 +190,12 @@ class VllmEngine:
     def steps(self) -> int:
         """Scheduler steps so far, over all ranks."""
         return self._board.steps
+
+    def ranks_at_work(self) -> Mapping[int, int]:
+        """The steps of each rank that was given requests; unknown where these may wait for another server's blocks."""
+        if self._llm is None or self._hand_off is not None:
+            return {}
+        return {rank: self._board.steps_of(rank) for rank in config.busy_ranks(self._llm)}
 
     def unfinished(self) -> int:
         """Requests that vLLM has not finished, but for those that wait for another server's blocks."""
@@ -312,28 +321,6 @@ class VllmEngine:
             self._hand_off.sessions.end_call(call_id)  # whoever aborts has not learnt of it
         internal = self._internal_ids.pop(call_id, None)
         await self._llm.abort(internal or call_id, internal=internal is not None)
-
-    # -------------------------------------------------------------------------------------------- sessions
-
-    def check_session(self, session: kv_pb2.KvSessionRef) -> None:
-        """Check a session before anything else is done with the request."""
-        assert isinstance(self._hand_off, Decodes)  # the core asks decode engines only
-        self._hand_off.read(session)
-
-    async def release_session(self, session_id: str) -> bool | None:
-        """End a session and free its blocks."""
-        if not isinstance(self._hand_off, Prefills):
-            return None
-        return await self._hand_off.release(session_id)
-
-    async def end_sessions(self) -> None:
-        """End every session that no decode server is attached to."""
-        if isinstance(self._hand_off, Prefills):
-            self._hand_off.sessions.end_all()
-
-    def open_sessions(self) -> int:
-        """Sessions whose blocks no decode server has fetched yet."""
-        return len(self._hand_off.sessions) if isinstance(self._hand_off, Prefills) else 0
 
     # ----------------------------------------------------------------------------------------------- tasks
 

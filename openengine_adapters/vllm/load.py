@@ -43,6 +43,10 @@ class LoadBoard:
         if self.events is not None:
             self.events.record(rank, self._steps[rank], stats, outputs)
 
+    def steps_of(self, rank: int) -> int:
+        """Steps of one rank so far."""
+        return self._steps[rank]
+
     def snapshot(self, ranks: range, total_kv_blocks: int | None) -> LoadSnapshot:
         """The load of every rank; vLLM's block total is the sum over the ranks."""
         per_rank = None if total_kv_blocks is None else total_kv_blocks // len(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -14,6 +15,22 @@ from openengine_adapters.core.watchdog import Limits
 from openengine_adapters.engine import Delta, Finish, FinishKind, GenerateCall, Step
 from tests.core.conftest import SOON_S, Served, serve, until
 from tests.core.fake_engine import FakeEngine, length_finish, token
+
+
+class RankedEngine(FakeEngine):
+    """Rank 0 makes a step whenever somebody looks; ranks that hang make none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        self.hung: dict[int, int] = {}
+
+    def steps(self) -> int:
+        self.looks += 1
+        return self.looks
+
+    def ranks_at_work(self) -> Mapping[int, int]:
+        return {0: self.looks, **self.hung}
 
 
 async def test_initial_metadata_comes_at_acceptance_before_the_first_token(served: Served) -> None:
@@ -196,6 +213,19 @@ async def test_a_hung_engine_counts_as_dead() -> None:
         assert responses[-1].error.retryable
         health = await served.stub.Health(lifecycle_pb2.HealthRequest())
         assert health.state == lifecycle_pb2.HEALTH_STATE_NOT_READY
+
+
+async def test_a_hung_rank_counts_as_death_although_others_make_steps() -> None:
+    """ERR-07: only a rank that has something to do can hang."""
+    engine = RankedEngine()
+    async with serve(engine, Limits(hang_s=0.3, period_s=0.02)) as served:
+        call = await served.accepted(served.request())
+        await until(lambda: engine.looks > 40)
+        assert not served.servicer.lifecycle.died
+        engine.hung = {1: 7}
+        async with asyncio.timeout(SOON_S):
+            responses = [response async for response in call]
+        assert responses[-1].error.message.startswith("rank 1 of the engine made no step")
 
 
 async def test_an_idle_engine_is_not_hung() -> None:
