@@ -22,13 +22,22 @@ from sglang.srt.server_args import ServerArgs
 
 from openengine.v1 import discovery_pb2, kv_pb2
 from openengine_adapters.core.errors import EngineFailure, Rejected, invalid
-from openengine_adapters.core.handoff.decoding import Decoding, Stream
-from openengine_adapters.core.handoff.desk import PROTOCOL, SessionDesk
-from openengine_adapters.core.handoff.parameters import checksum, content_digest, from_struct, to_struct
+from openengine_adapters.core.handoff.decoding import Stream
+from openengine_adapters.core.handoff.desk import PROTOCOL
+from openengine_adapters.core.handoff.parameters import checksum, content_digest, read_reference, to_struct
 from openengine_adapters.core.handoff.roles import HandOffWanted, in_role
-from openengine_adapters.core.handoff.sessions import End, SessionTable
+from openengine_adapters.core.handoff.sessions import End
+from openengine_adapters.core.handoff.sides import DecodeSide, PrefillSide
 from openengine_adapters.core.kv.discovery import is_wildcard
-from openengine_adapters.engine import EngineDescription, GenerateCall, KvConnector, StartupError, Step
+from openengine_adapters.engine import (
+    Delta,
+    EngineDescription,
+    FinishKind,
+    GenerateCall,
+    KvConnector,
+    StartupError,
+    Step,
+)
 from openengine_adapters.sglang.sequences import Sequences
 
 log = logging.getLogger(__name__)
@@ -75,7 +84,7 @@ def hand_off(args: ServerArgs, wanted: HandOffWanted) -> Prefills | Decodes | No
     # SGLang tells its peers this address of each rank, and binds its bootstrap server to its own --host.
     os.environ.setdefault("SGLANG_HOST_IP", wanted.host)
     if mode == "decode":
-        return Decodes(backend, Decoding(wanted.transfer_timeout))
+        return Decodes(backend, wanted)
     args.host = wanted.host
     return Prefills(args, wanted)
 
@@ -88,38 +97,26 @@ class _Leg:
     owner: asyncio.Task[None] | None = None
 
 
-class Prefills:
+class Prefills(PrefillSide[_Leg]):
     """The hand-offs of a prefill server."""
 
-    role = discovery_pb2.ENGINE_ROLE_PREFILL
-
     def __init__(self, args: ServerArgs, wanted: HandOffWanted) -> None:
+        super().__init__(wanted, wanted.host)
         self._backend = args.disaggregation_transfer_backend
         self._bootstrap = (wanted.host, int(args.disaggregation_bootstrap_port))
         self._ranks = int(args.dp_size)
-        self._at = (wanted.host, wanted.port)
-        self.sessions: SessionTable[_Leg] = SessionTable(wanted.timeout, self._free)
-        self._desk = SessionDesk(self.sessions)
         self._owners: set[asyncio.Task[None]] = set()
 
     async def describe(self, description: EngineDescription) -> EngineDescription:
         """Open the desk, and describe the engine in its role. Raises `StartupError`."""
-        host, port = self._at
-        try:
-            self._at = (host, await self._desk.start(host, port))
-        except OSError as error:
-            raise StartupError(
-                f"decode servers cannot be answered on {host}:{port} ({error.strerror}); "
-                "set --kv-session-port to a free one, and the host to one of this machine's"
-            ) from error
-        endpoints = ((*self._bootstrap, BOOTSTRAP), (*self._at, PROTOCOL))
+        await self.open_desk()
+        endpoints = ((*self._bootstrap, BOOTSTRAP), (*self.at, PROTOCOL))
         connector = _connector(self._backend, endpoints, prefill=True)
         return in_role(description, self.role, connector, prefill_samples=True)
 
     async def stop(self) -> None:
         """Close the desk and end what still runs."""
-        await self._desk.stop()
-        await self.sessions.close()
+        await super().stop()
         for owner in list(self._owners):
             owner.cancel()
         await asyncio.gather(*self._owners, return_exceptions=True)
@@ -130,13 +127,18 @@ class Prefills:
         return len(self._owners)
 
     def room(self, call: GenerateCall) -> dict[str, Any]:
-        """A new meeting place of both engines; SGLang derives the rank from it."""
+        """A new meeting place of both engines, on the rank that it belongs to, however SGLang spreads its load."""
         room = secrets.randbelow(ROOMS)
         if call.request.kv.HasField("data_parallel_rank"):
             room -= room % self._ranks - call.request.kv.data_parallel_rank
             room -= 0 if room < ROOMS else self._ranks
         host, port = self._bootstrap
-        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+        return {
+            "bootstrap_host": host,
+            "bootstrap_port": port,
+            "bootstrap_room": room,
+            "routed_dp_rank": room % self._ranks,
+        }
 
     def serve(
         self, call: GenerateCall, prompt_ids: Sequence[int], sequences: Sequences, room: dict[str, Any]
@@ -147,12 +149,12 @@ class Prefills:
             transfer_backend=self._backend,
             endpoints=[
                 kv_pb2.KvEndpoint(host=host, port=port, protocol=protocol)
-                for (host, port), protocol in ((self._bootstrap, BOOTSTRAP), (self._at, PROTOCOL))
+                for (host, port), protocol in ((self._bootstrap, BOOTSTRAP), (self.at, PROTOCOL))
             ],
-            dp_rank=room["bootstrap_room"] % self._ranks,
+            dp_rank=room["routed_dp_rank"],
             # A room is always text: most are beyond what a double can hold.
             attributes_struct=to_struct(
-                {ATTRIBUTES: {**room, "bootstrap_room": str(room["bootstrap_room"])}}
+                {ATTRIBUTES: {name: as_type(room[name]) for name, as_type in _TYPES.items()}}
             ),
         )
         leg = _Leg(sequences)
@@ -163,20 +165,14 @@ class Prefills:
         leg.owner.add_done_callback(self._owners.discard)
         return Step(prompt_tokens=len(prompt_ids), session=session)
 
-    async def release(self, session_id: str) -> bool | None:
-        """End a session; on return SGLang has ended its request."""
-        released = self.sessions.end(session_id, End.RELEASED)
-        await self.sessions.settled()
-        return released
-
     async def _own(self, session_id: str, sequences: Sequences) -> None:
         """Follow a prefill to its end, whatever that is."""
         how = End.ABANDONED
         try:
             async with sequences, contextlib.aclosing(sequences.steps()) as steps:
-                async for _ in steps:
-                    pass
-            how = End.FETCHED
+                async for step in steps:
+                    if any(_is_done(delta) for delta in step.deltas):
+                        how = End.FETCHED
         except (Rejected, EngineFailure) as failure:
             log.info("a prefill ended without its decode: %s", failure)
         except Exception:
@@ -184,7 +180,7 @@ class Prefills:
         finally:
             self.sessions.end(session_id, how)
 
-    async def _free(self, leg: _Leg, how: End) -> None:
+    async def free(self, leg: _Leg, how: End) -> None:
         """Have SGLang end the request, unless it did that itself."""
         owner = leg.owner
         if owner is None or owner.done():
@@ -196,6 +192,11 @@ class Prefills:
         owner.cancel()
 
 
+def _is_done(delta: Delta) -> bool:
+    """SGLang finishes a prefill when the decode engine has the blocks, unless it was aborted."""
+    return delta.finish is not None and delta.finish.kind is not FinishKind.CANCELLED
+
+
 @dataclass(frozen=True, slots=True)
 class Handed:
     """A session reference, checked: where the engines meet, and the desk of the prefill server."""
@@ -204,20 +205,16 @@ class Handed:
     desk: kv_pb2.KvEndpoint
 
 
-@dataclass
-class Decodes:
+class Decodes(DecodeSide):
     """The hand-offs of a decode server."""
 
-    backend: str
-    decoding: Decoding
-    role = discovery_pb2.ENGINE_ROLE_DECODE
+    def __init__(self, backend: str, wanted: HandOffWanted) -> None:
+        super().__init__(wanted)
+        self._backend = backend
 
     async def describe(self, description: EngineDescription) -> EngineDescription:
         """Describe the engine in its role."""
-        return in_role(description, self.role, _connector(self.backend, (), prefill=False))
-
-    async def stop(self) -> None:
-        """Nothing is held here."""
+        return in_role(description, self.role, _connector(self._backend, (), prefill=False))
 
     @property
     def waiting(self) -> int:
@@ -226,28 +223,9 @@ class Decodes:
 
     def read(self, session: kv_pb2.KvSessionRef) -> Handed:
         """Check a session reference completely. Raises `Rejected` (PD-03, PD-07)."""
-        name = "kv.session"
-        if session.transfer_backend != self.backend:
-            raise invalid(
-                f"{name}.transfer_backend",
-                f"{session.transfer_backend!r} is not this engine's {self.backend!r}",
-                limit=self.backend,
-            )
-        if not session.session_id:
-            raise invalid(f"{name}.session_id", "must not be empty")
-        if [endpoint.protocol for endpoint in session.endpoints] != [BOOTSTRAP, PROTOCOL]:
-            raise invalid(
-                f"{name}.endpoints", f"must be of the protocols {BOOTSTRAP} and {PROTOCOL}, in this order"
-            )
-        for position, endpoint in enumerate(session.endpoints):
-            if not endpoint.host or not 1 <= endpoint.port <= 65535:
-                raise invalid(f"{name}.endpoints[{position}]", "needs a host and a port from 1 to 65535")
-        attributes = from_struct(session.attributes_struct)
-        if set(attributes) != {ATTRIBUTES} or not isinstance(attributes[ATTRIBUTES], dict):
-            raise invalid(
-                f"{name}.attributes_struct", f"must hold the object {ATTRIBUTES!r} and nothing else"
-            )
-        return Handed(_room(attributes[ATTRIBUTES], session.endpoints[0]), session.endpoints[1])
+        params = read_reference(session, self._backend, (BOOTSTRAP, PROTOCOL), ATTRIBUTES)
+        room = {**_room(params, session.endpoints[0]), "disagg_prefill_dp_rank": session.dp_rank}
+        return Handed(room, session.endpoints[1])
 
     async def serve(
         self,

@@ -19,21 +19,22 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from openengine.v1 import kv_pb2
 from openengine_adapters.core.errors import EngineFailure
-from openengine_adapters.core.handoff.decoding import Decoding, Stream
-from openengine_adapters.core.handoff.desk import PROTOCOL, SessionDesk
+from openengine_adapters.core.handoff.decoding import Stream
+from openengine_adapters.core.handoff.desk import PROTOCOL
 from openengine_adapters.core.handoff.parameters import checksum, content_digest
 from openengine_adapters.core.handoff.roles import HandOffWanted
-from openengine_adapters.core.handoff.sessions import End, SessionTable
+from openengine_adapters.core.handoff.sessions import End
+from openengine_adapters.core.handoff.sides import DecodeSide, PrefillSide
 from openengine_adapters.engine import FinishKind, GenerateCall, KvConnector, StartupError, Step
 from openengine_adapters.vllm import kv_transfer
 from openengine_adapters.vllm.kv_transfer import Connector, Handed
 from openengine_adapters.vllm.outputs import OutputReader
-from openengine_adapters.vllm.worker import END_LEASE, EXTENSION
+from openengine_adapters.vllm.worker import END_LEASE, EXTENSION, KEEP
 
 LEASE_SHARE = 2 / 3
-"""How much of vLLM's lease a session lasts at most: the rest is for the decode engine to take over."""
+"""How much of vLLM's lease a session waits at most; from then on, attached to, the server keeps the blocks itself."""
 
-LEASE_TRIES, LEASE_RETRY_S = 20, 0.1
+LEASE_TRIES, LEASE_RETRY_S = 40, 0.05
 
 PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 SCHEMA_VERSION = 1
@@ -51,7 +52,7 @@ def hand_off(args: AsyncEngineArgs, wanted: HandOffWanted) -> Prefills | Decodes
     connector = kv_transfer.connector_of(config)
     host = kv_transfer.prepare_side_channel(connector, wanted.host, args.data_parallel_size)
     if role == kv_transfer.DECODE:
-        return Decodes(config, wanted.transfer_timeout)
+        return Decodes(config, wanted)
     if connector.mode:
         if args.worker_extension_cls:
             raise StartupError("--worker-extension-cls is taken by this adapter on a prefill server")
@@ -59,29 +60,20 @@ def hand_off(args: AsyncEngineArgs, wanted: HandOffWanted) -> Prefills | Decodes
     return Prefills(config, host, wanted)
 
 
-class Prefills:
-    """The hand-offs of a prefill server."""
-
-    role = kv_transfer.PREFILL
+class Prefills(PrefillSide[str]):
+    """The hand-offs of a prefill server; its sessions hold vLLM's ids of their requests."""
 
     def __init__(self, config: KVTransferConfig, host: str, wanted: HandOffWanted) -> None:
+        super().__init__(wanted, host, min(wanted.timeout, kv_transfer.lease_of(config) * LEASE_SHARE))
         self._connector = kv_transfer.connector_of(config)
+        self._attached_s = wanted.attached_timeout
         self._llm: AsyncLLM | None = None
-        self._at = (host, wanted.port)
-        lasts = min(wanted.timeout, kv_transfer.lease_of(config) * LEASE_SHARE)
-        self.sessions: SessionTable[str] = SessionTable(lasts, self._free)
-        self._desk = SessionDesk(self.sessions)
 
     async def start(self, llm: AsyncLLM) -> KvConnector:
         """Open the desk and describe the connector. Raises `StartupError`."""
         self._llm = llm
-        self._at = await _open_desk(self._desk, *self._at)
-        return _describe(self._connector, self._at, llm.vllm_config, prefill=True)
-
-    async def stop(self) -> None:
-        """Close the desk and forget the sessions."""
-        await self._desk.stop()
-        await self.sessions.close()
+        await self.open_desk()
+        return _describe(self._connector, self.at, llm.vllm_config, prefill=True)
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
@@ -103,12 +95,6 @@ class Prefills:
 
         return read
 
-    async def release(self, session_id: str) -> bool | None:
-        """End a session; on return vLLM has been told to free its blocks."""
-        released = self.sessions.end(session_id, End.RELEASED)
-        await self.sessions.settled()
-        return released
-
     def _open(
         self, call: GenerateCall, prompt_ids: Sequence[int], output: RequestOutput
     ) -> kv_pb2.KvSessionRef:
@@ -117,7 +103,7 @@ class Prefills:
         if self._connector.mode and not params.get("remote_block_ids"):
             raise EngineFailure("the engine kept no blocks of this prompt", retryable=True)
         rank = self._rank(call, params)
-        session = kv_transfer.to_session(self._connector, uuid.uuid4().hex, params, self._at, rank)
+        session = kv_transfer.to_session(self._connector, uuid.uuid4().hex, params, self.at, rank)
         content = content_digest(prompt_ids, call.lora, call.media)
         self.sessions.open(
             session.session_id, checksum(session, content), call.id, str(params.get("remote_request_id", ""))
@@ -130,32 +116,47 @@ class Prefills:
             return int(params["remote_port"]) - kv_transfer.side_channel(0)[1]
         return call.request.kv.data_parallel_rank
 
-    async def _free(self, request_id: str, how: End) -> None:
+    async def keep(self, request_id: str) -> bool:
+        """Have vLLM keep a session's blocks for as long as a decode server is attached; False when they are gone."""
+        if not request_id:
+            return True
+        for _ in range(LEASE_TRIES):
+            ranks = await self._ask_workers(KEEP, request_id, self._attached_s)
+            if any(all(kept is True for kept in workers) for workers in ranks):
+                return True
+            if all(kept is False for workers in ranks for kept in workers):
+                return False
+            await asyncio.sleep(LEASE_RETRY_S)
+        return False
+
+    async def free(self, request_id: str, how: End) -> None:
         """Have vLLM free a session's blocks, unless the decode engine's own word did that."""
         if how is End.FETCHED or not request_id or self._llm is None or self._llm.errored:
             return
         for _ in range(LEASE_TRIES):
-            # The lease begins a step after the output that told of it.
-            if all(await self._llm.collective_rpc(END_LEASE, args=(request_id,))):
+            if all(free for workers in await self._ask_workers(END_LEASE, request_id) for free in workers):
                 return
             await asyncio.sleep(LEASE_RETRY_S)
 
+    async def _ask_workers(self, method: str, *args: Any) -> list[list[bool | None]]:
+        """The answers of each rank's workers; vLLM's own `collective_rpc` asks all, and returns the first rank's."""
+        assert self._llm is not None
+        answers: list[list[bool | None]] = await self._llm.engine_core.call_utility_all_async(
+            "collective_rpc", method, None, args, {}
+        )
+        return answers
 
-class Decodes:
+
+class Decodes(DecodeSide):
     """The hand-offs of a decode server."""
 
-    role = kv_transfer.DECODE
-
-    def __init__(self, config: KVTransferConfig, timeout: float) -> None:
+    def __init__(self, config: KVTransferConfig, wanted: HandOffWanted) -> None:
+        super().__init__(wanted)
         self._connector = kv_transfer.connector_of(config)
-        self.decoding = Decoding(timeout)
 
     async def start(self, llm: AsyncLLM) -> KvConnector:
         """Describe the connector."""
         return _describe(self._connector, None, llm.vllm_config, prefill=False)
-
-    async def stop(self) -> None:
-        """Nothing is held here."""
 
     @property
     def needs_all_blocks(self) -> bool:
@@ -195,16 +196,6 @@ class Decodes:
         if self._connector.mode == "push":
             return str(handed.params["remote_request_id"]).rpartition("-")[0] or call.id
         return call.id
-
-
-async def _open_desk(desk: SessionDesk, host: str, port: int) -> tuple[str, int]:
-    try:
-        return host, await desk.start(host, port)
-    except OSError as error:
-        raise StartupError(
-            f"decode servers cannot be answered on {host}:{port} ({error.strerror}); "
-            "set --kv-session-port to a free one, and the host to one of this machine's"
-        ) from error
 
 
 def _describe(

@@ -14,7 +14,7 @@ from vllm.config import KVTransferConfig
 from openengine.v1 import discovery_pb2, kv_pb2
 from openengine_adapters.core.errors import invalid
 from openengine_adapters.core.handoff.desk import PROTOCOL
-from openengine_adapters.core.handoff.parameters import from_struct, to_struct
+from openengine_adapters.core.handoff.parameters import read_reference, to_struct
 from openengine_adapters.core.kv.discovery import is_wildcard
 from openengine_adapters.engine import StartupError
 
@@ -190,31 +190,12 @@ class Handed:
 
 def from_session(connector: Connector, session: kv_pb2.KvSessionRef) -> Handed:
     """Check a session reference completely. Raises `Rejected` (PD-03, PD-07)."""
-    name = "kv.session"
-    if session.transfer_backend != connector.backend:
-        raise invalid(
-            f"{name}.transfer_backend",
-            f"{session.transfer_backend!r} is not this engine's {connector.backend!r}",
-            limit=connector.backend,
-        )
-    if not session.session_id:
-        raise invalid(f"{name}.session_id", "must not be empty")
     protocols = [NIXL, PROTOCOL] if connector.mode else [PROTOCOL]
-    if [endpoint.protocol for endpoint in session.endpoints] != protocols:
-        raise invalid(
-            f"{name}.endpoints", f"must be of the protocols {' and '.join(protocols)}, in this order"
-        )
-    for position, endpoint in enumerate(session.endpoints):
-        if not endpoint.host or not 1 <= endpoint.port <= 65535:
-            raise invalid(f"{name}.endpoints[{position}]", "needs a host and a port from 1 to 65535")
-    attributes = from_struct(session.attributes_struct)
-    if set(attributes) != {ATTRIBUTES} or not isinstance(attributes[ATTRIBUTES], dict):
-        raise invalid(f"{name}.attributes_struct", f"must hold the object {ATTRIBUTES!r} and nothing else")
-    params: dict[str, Any] = attributes[ATTRIBUTES]
+    params = read_reference(session, connector.backend, protocols, ATTRIBUTES)
     if connector.mode:
         _check_params(params, connector, session.endpoints[0])
     elif params:
-        raise invalid(f"{name}.attributes_struct", f"{ATTRIBUTES} is empty with {connector.backend}")
+        raise invalid("kv.session.attributes_struct", f"{ATTRIBUTES} is empty with {connector.backend}")
     return Handed(params, session.endpoints[-1])
 
 

@@ -19,12 +19,22 @@ from openengine.v1 import (
     lifecycle_pb2,
 )
 from openengine_adapters.core.errors import Rejected
-from openengine_adapters.core.handoff.decoding import Decoding
 from openengine_adapters.core.handoff.parameters import to_struct
 from openengine_adapters.core.handoff.roles import HandOffWanted
 from openengine_adapters.engine import StartupError
 from openengine_adapters.sglang.disaggregation import ATTRIBUTES, Decodes, Prefills, hand_off
-from tests.support.pair import FLOAT32, PROMPT, TOKENS, Pair, check, expected, prompt, started
+from tests.support import cpu_env, lora
+from tests.support.pair import (
+    FLOAT32,
+    OTHER,
+    PROMPT,
+    TOKENS,
+    Pair,
+    a_killed_decode_server_costs_nothing,
+    check,
+    prompt,
+    started,
+)
 from tests.support.pairs import sglang_pair
 from tests.support.server import free_port
 
@@ -36,9 +46,11 @@ FAILED = errors_pb2.ERROR_CODE_KV_TRANSFER_FAILED
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def pair() -> AsyncIterator[Pair]:
-    """A pair on the tiny Llama."""
-    sides = sglang_pair("--kv-session-timeout", str(WAIT_S))
-    async with started("sglang", *[([*flags, *FLOAT32], env) for flags, env in sides]) as two:
+    """A pair on the tiny Llama, with LoRA."""
+    sides = sglang_pair("--kv-session-timeout", str(WAIT_S), *FLOAT32, *cpu_env.lora_flags("sglang"))
+    async with started("sglang", *sides) as two:
+        for wire in (two.prefill, two.decode):
+            await lora.load(wire, lora.adapter(1, "mine", cpu_env.model(cpu_env.LORA_ATTENTION)))
         yield two
 
 
@@ -60,8 +72,7 @@ class TestHandOver:
         answer = await pair.handed_over(both=True)
         check("sglang", answer)
         assert answer.usage.completion_tokens == TOKENS
-        assert abs(expected("sglang")[0][1] - expected("sglang", 3000)[0][1]) > 0.01
-        check("sglang", await pair.handed_over(prompt(3000), both=True), 3000)
+        check("sglang", await pair.handed_over(prompt(OTHER), both=True), OTHER)
 
     async def test_a_room_is_text(self, pair: Pair) -> None:
         session = await pair.session()
@@ -131,6 +142,32 @@ class TestEnds:
         await pair.abort(session)
 
 
+@pytest.mark.asyncio(loop_scope="session")
+class TestLora:
+    async def test_an_adapter_goes_with_the_request(self, pair: Pair) -> None:
+        expected = lora.reference("sglang")[cpu_env.LORA_ATTENTION][0]
+        answer = await pair.handed_over(lora.PROMPTS[0], both=True, lora_name="mine")
+        assert answer.first.ids == [token for token, _ in expected]
+        assert [token.logprob for token in answer.first.tokens] == pytest.approx(
+            [logprob for _, logprob in expected], abs=2e-3
+        )
+
+    async def test_blocks_of_an_adapter_are_not_those_of_the_model(self, pair: Pair) -> None:
+        session = await pair.session(lora_name="mine")
+        code, message = await pair.decode.refused(PROMPT, kv=generate_pb2.KvOptions(session=session))
+        assert code is Code.INVALID_ARGUMENT
+        assert message.startswith("kv.session: ")
+        assert (await pair.decoded(session, lora_name="mine")).first.ids
+
+
+@pytest.mark.asyncio(loop_scope="session")
+class TestDeath:
+    """The last on its pair."""
+
+    async def test_a_decode_server_that_is_killed_leaves_nothing_waiting(self, pair: Pair) -> None:
+        await a_killed_decode_server_costs_nothing(pair)
+
+
 GOOD = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": "5"}
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=6),
@@ -147,6 +184,7 @@ def reference(params: Any) -> kv_pb2.KvSessionRef:
             kv_pb2.KvEndpoint(host="127.0.0.1", port=8998, protocol="http"),
             kv_pb2.KvEndpoint(host="127.0.0.1", port=5000, protocol="openengine"),
         ],
+        dp_rank=1,
     )
     session.attributes_struct.CopyFrom(to_struct(params))
     return session
@@ -154,8 +192,8 @@ def reference(params: Any) -> kv_pb2.KvSessionRef:
 
 class TestSessions:
     def test_a_sound_one_is_taken(self) -> None:
-        handed = Decodes("mooncake", Decoding(60)).read(reference({ATTRIBUTES: GOOD}))
-        assert handed.room == {**GOOD, "bootstrap_room": 5}
+        handed = Decodes("mooncake", HandOffWanted()).read(reference({ATTRIBUTES: GOOD}))
+        assert handed.room == {**GOOD, "bootstrap_room": 5, "disagg_prefill_dp_rank": 1}
 
     @given(st.sampled_from(sorted(GOOD)), JSON)
     @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -163,18 +201,20 @@ class TestSessions:
         if name == "bootstrap_room" and isinstance(value, str) and value.isascii() and value.isdecimal():
             return  # a room like any other
         with pytest.raises(Rejected, match=rf"kv\.session\.attributes_struct: {ATTRIBUTES}\.bootstrap_"):
-            Decodes("mooncake", Decoding(60)).read(reference({ATTRIBUTES: {**GOOD, name: value}}))
+            Decodes("mooncake", HandOffWanted()).read(reference({ATTRIBUTES: {**GOOD, name: value}}))
 
     @given(JSON)
     @settings(max_examples=200, deadline=None)
     def test_any_other_object_is_refused(self, value: Any) -> None:
         with pytest.raises(Rejected):
-            Decodes("mooncake", Decoding(60)).read(reference({ATTRIBUTES: value}))
+            Decodes("mooncake", HandOffWanted()).read(reference({ATTRIBUTES: value}))
 
     @pytest.mark.parametrize("room", ["", "-1", "1.5", "٣", str(2**63), "9" * 400, " 1"])
     def test_a_room_is_a_number_below_two_to_the_63(self, room: str) -> None:
         with pytest.raises(Rejected, match="bootstrap_room"):
-            Decodes("mooncake", Decoding(60)).read(reference({ATTRIBUTES: {**GOOD, "bootstrap_room": room}}))
+            Decodes("mooncake", HandOffWanted()).read(
+                reference({ATTRIBUTES: {**GOOD, "bootstrap_room": room}})
+            )
 
 
 class TestRoles:

@@ -30,6 +30,7 @@ LORA_EVERYWHERE: Final = "tiny-llama-lora-everywhere"
 ENGINES: Final = ("vllm", "sglang")
 
 SGLANG_STAND_INS: Final = Path(__file__).resolve().parent / "sglang_cpu"
+VLLM_PLUGIN: Final = Path(__file__).resolve().parent / "vllm_cpu"
 
 # No engine may look for models or send statistics over the network.
 _COMMON_ENV: Final[Mapping[str, str]] = {
@@ -91,11 +92,10 @@ def sglang_env() -> dict[str, str]:
     Without compiled kernels: the first request with a seed or a repetition penalty would wait half a minute for a
     C++ compiler, in each scheduler.
     """
-    paths = [str(SGLANG_STAND_INS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **_COMMON_ENV,
         "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "PYTHONPATH": _python_path(SGLANG_STAND_INS),
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCH_COMPILE_DISABLE": "1",
     }
@@ -136,6 +136,14 @@ def lora_flags(engine: str) -> list[str]:
     ]
 
 
+def nixl_env() -> dict[str, str]:
+    """What vLLM's prefill and decode servers need besides: NIXL's threads, which must not take a core each."""
+    return {
+        "PYTHONPATH": _python_path(VLLM_PLUGIN),
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",  # vLLM's own value, which it sets unless NIXL is imported before
+    }
+
+
 def mooncake_env() -> dict[str, str]:
     """What SGLang's prefill and decode servers need besides: Mooncake over TCP, and the library that it loads."""
     verbs = SGLANG_STAND_INS.parents[2] / ".venv" / "sglang" / "verbs"
@@ -146,6 +154,11 @@ def mooncake_env() -> dict[str, str]:
         "MOONCAKE_PROTOCOL": "tcp",
         "SGLANG_HOST_IP": "127.0.0.1",
     }
+
+
+def _python_path(first: Path) -> str:
+    paths = [str(first), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.pathsep.join(dict.fromkeys(paths))
 
 
 def env(engine: str) -> dict[str, str]:

@@ -21,7 +21,19 @@ from openengine.v1 import (
 from openengine_adapters.core.handoff.desk import attach
 from openengine_adapters.core.handoff.parameters import checksum, content_digest, from_struct, to_struct
 from openengine_adapters.vllm.kv_transfer import ATTRIBUTES
-from tests.support.pair import FLOAT32, PROMPT, SCORED, TOKENS, Pair, check, expected, prompt, started
+from tests.support.pair import (
+    FLOAT32,
+    OTHER,
+    PROMPT,
+    SCORED,
+    TOKENS,
+    Pair,
+    a_killed_decode_server_costs_nothing,
+    check,
+    expected,
+    prompt,
+    started,
+)
 from tests.support.pairs import vllm_pair
 from tests.support.server import free_port
 from tests.support.wire import PATIENCE_S
@@ -29,6 +41,7 @@ from tests.support.wire import PATIENCE_S
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LEASE_S = 12
+TWO_RANKS = ("--data-parallel-size", "2")
 Code = grpc.StatusCode
 NOT_FOUND = errors_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
 FAILED = errors_pb2.ERROR_CODE_KV_TRANSFER_FAILED
@@ -36,9 +49,10 @@ FAILED = errors_pb2.ERROR_CODE_KV_TRANSFER_FAILED
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def pair() -> AsyncIterator[Pair]:
-    """A pair on the tiny Llama; NIXL pulls."""
+    """A pair on the tiny Llama, with two ranks on the prefill side; NIXL pulls."""
+    (prefill, its_env), (decode, decode_env) = vllm_pair(kv_lease_duration=LEASE_S)
     async with started(
-        "vllm", *[([*flags, *FLOAT32], env) for flags, env in vllm_pair(kv_lease_duration=LEASE_S)]
+        "vllm", ([*prefill, *FLOAT32, *TWO_RANKS], its_env), ([*decode, *FLOAT32], decode_env)
     ) as two:
         yield two
 
@@ -69,10 +83,16 @@ class TestHandOver:
         answer = await pair.handed_over()
         check("vllm", answer)
         assert answer.usage.completion_tokens == TOKENS
-        assert (
-            abs(expected("vllm")[0][1] - expected("vllm", 3000)[0][1]) > 0.01
-        )  # the prompt's beginning shows at its end
-        check("vllm", await pair.handed_over(prompt(3000)), 3000)
+        check("vllm", await pair.handed_over(prompt(OTHER)), OTHER)
+
+    async def test_the_session_names_the_rank_that_holds_the_blocks(self, pair: Pair) -> None:
+        info = await pair.prefill.stub.GetKvConnectorInfo(kv_pb2.GetKvConnectorInfoRequest())
+        for rank in (1, 0):
+            kv = generate_pb2.KvOptions(data_parallel_rank=rank)
+            session = await pair.session(kv=kv)
+            assert session.dp_rank == rank
+            assert session.endpoints[0] == info.local_endpoints[rank]
+            check("vllm", await pair.decoded(session, response=SCORED))
 
     async def test_the_prompt_is_not_computed_again(self, pair: Pair) -> None:
         prompt = [*range(300, 501)]
@@ -114,9 +134,10 @@ class TestHandOver:
 
 
 class TestEnds:
-    async def test_an_abort_frees_the_blocks_at_once(self, pair: Pair) -> None:
+    @pytest.mark.parametrize("rank", [0, 1])
+    async def test_an_abort_frees_the_blocks_at_once(self, pair: Pair, rank: int) -> None:
         await pair.until_free()
-        session = await pair.session()
+        session = await pair.session(kv=generate_pb2.KvOptions(data_parallel_rank=rank))
         assert (await pair.load()).active_kv_sessions == 1
         assert await pair.abort(session) == lifecycle_pb2.ABORT_STATUS_ABORTED
         await pair.until_free()
@@ -284,3 +305,10 @@ class TestOptions:
         code, _ = await pair.prefill.refused(PROMPT, kv=generate_pb2.KvOptions(session=session))
         assert code is Code.FAILED_PRECONDITION
         await pair.abort(session)
+
+
+class TestDeath:
+    """The last of its module."""
+
+    async def test_a_decode_server_that_is_killed_lets_the_blocks_go(self, pair: Pair) -> None:
+        await a_killed_decode_server_costs_nothing(pair, kv=generate_pb2.KvOptions(data_parallel_rank=1))

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 import pytest_asyncio
 
-from openengine.v1 import errors_pb2, generate_pb2, lifecycle_pb2
+from openengine.v1 import generate_pb2, lifecycle_pb2
 from tests.support import lora
 from tests.support.cpu_env import LORA_ATTENTION, model
-from tests.support.pair import FLOAT32, PROMPT, Pair, check, started
+from tests.support.pair import (
+    FLOAT32,
+    OTHER,
+    PROMPT,
+    Pair,
+    a_killed_prefill_server_fails_the_transfer,
+    check,
+    prompt,
+    started,
+)
 from tests.support.pairs import vllm_pair
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-FAILED = errors_pb2.ERROR_CODE_KV_TRANSFER_FAILED
 WITH_LORA = ["--enable-lora", "--max-lora-rank", "8", *FLOAT32]
 
 
@@ -42,9 +47,8 @@ class TestPush:
         await pushing.until_free()
 
     async def test_an_adapter_goes_with_the_request(self, pushing: Pair) -> None:
-        prompt = lora.PROMPTS[0]
         expected = lora.reference("vllm")[LORA_ATTENTION][0]
-        answer = await pushing.handed_over(prompt, lora_name="mine")
+        answer = await pushing.handed_over(lora.PROMPTS[0], lora_name="mine")
         assert answer.first.ids == [token for token, _ in expected]
         assert [token.logprob for token in answer.first.tokens] == pytest.approx(
             [logprob for _, logprob in expected], abs=2e-3
@@ -69,29 +73,11 @@ class TestPush:
         assert await pushing.abort(session) == lifecycle_pb2.ABORT_STATUS_ABORTED
         await pushing.until_free()
 
-    async def test_a_prefill_server_that_dies_fails_the_transfer_and_not_the_decode_server(
+    async def test_a_prefill_server_that_is_killed_fails_the_transfer_and_not_the_decode_server(
         self, pushing: Pair
     ) -> None:
-        """The last of its class: it dies while its engine stands still, in the middle of a hand-over."""
-        session = await pushing.session([*range(510, 711)])
-        server = psutil.Process(pushing.prefill_server.pid)
-        children = server.children(recursive=True)
-        for child in children:
-            child.suspend()
-        call = pushing.decode.stub.Generate(
-            pushing.decode.request([*range(510, 711)], kv=generate_pb2.KvOptions(session=session))
-        )
-        await call.initial_metadata()
-        os.kill(server.pid, signal.SIGKILL)
-        for child in children:
-            child.kill()
-        (*_, last) = [response async for response in call]
-        assert last.error.code == FAILED
-        assert last.error.retryable
-        again = await pushing.decoded(session, [*range(510, 711)])
-        assert again.responses[-1].error.code == FAILED
-        health = await pushing.decode.stub.Health(lifecycle_pb2.HealthRequest())
-        assert health.state == lifecycle_pb2.HEALTH_STATE_READY
+        """The last of its class."""
+        await a_killed_prefill_server_fails_the_transfer(pushing, prompt(OTHER))
 
 
 class TestSharedStorage:

@@ -11,9 +11,6 @@ from openengine_adapters.core.errors import EngineDied, EngineFailure
 from openengine_adapters.core.handoff.desk import Attachment, attach, transfer_failed
 from openengine_adapters.engine import Step
 
-LOST_GRACE_S = 10.0
-"""How long an engine may take to notice by itself that the prefill server is gone."""
-
 Stream = AsyncGenerator[Step, None]
 _NO_STEPS: tuple[Step, ...] = ()
 
@@ -59,46 +56,76 @@ class Decoding:
         abort: Callable[[], Awaitable[None]],
     ) -> Stream:
         async with await attach(session, desk, checksum) as attachment:
-            watch = asyncio.create_task(self._give_up(attachment, abort), name="kv-transfer-watch")
+            watch = _Watch(attachment, self._timeout, abort)
             steps: Stream | None = None
             self.waiting += 1
             waiting = True
             try:
                 steps = await admit()
+                watch.check(session)  # its abort may have come too early for the engine
                 yield Step()
                 async for step in steps:
                     if waiting and step.deltas:
-                        if watch.done():
-                            raise transfer_failed(session, watch.result())
+                        watch.check(session)
+                        watch.stop()
                         waiting = False
                         self.waiting -= 1
-                        watch.cancel()
                         await attachment.done()
                     yield step
             except EngineDied:
                 raise
             except EngineFailure as failure:
                 if waiting and failure.code == errors_pb2.ERROR_CODE_INTERNAL:
-                    raise transfer_failed(session, "the engine could not load the blocks") from failure
+                    reason = watch.reason or "the engine could not load the blocks"
+                    raise transfer_failed(session, reason) from failure
                 raise
             finally:
                 self.waiting -= waiting
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+                await watch.close()
                 if steps is not None:
+                    if waiting:
+                        with contextlib.suppress(EngineDied):
+                            await abort()  # a stream that nobody read from ends nothing when it is closed
                     await steps.aclose()
 
-    async def _give_up(self, attachment: Attachment, abort: Callable[[], Awaitable[None]]) -> str:
-        """Abort the request when there is nothing to wait for any more, and say why."""
+
+class _Watch:
+    """Aborts a request when there is nothing to wait for any more; `reason` says why, from that moment on.
+
+    Whatever an engine brings after the session's end may be made of other blocks, so it must not be served.
+    """
+
+    def __init__(self, attachment: Attachment, timeout: float, abort: Callable[[], Awaitable[None]]) -> None:
+        self.reason = ""
+        self._attachment = attachment
+        self._timeout = timeout
+        self._abort = abort
+        self._task = asyncio.create_task(self._run(), name="kv-transfer-watch")
+
+    def check(self, session: kv_pb2.KvSessionRef) -> None:
+        """Raise when there was nothing to wait for."""
+        if self.reason:
+            raise transfer_failed(session, self.reason)
+
+    def stop(self) -> None:
+        """The wait is over."""
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """Stop, and wait for an abort that is under way."""
+        self.stop()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
         reason = f"the blocks did not come within {self._timeout:g} s"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout):
-                await attachment.lost()
+                if await self._attachment.ended():
+                    await asyncio.Event().wait()  # all blocks are here: the token will come
                 reason = "the prefill server is gone, or has ended the session"
-                await asyncio.sleep(LOST_GRACE_S)
+        self.reason = reason
         with contextlib.suppress(EngineDied):
-            await abort()
-        return reason
+            await self._abort()
 
 
 async def _fail(failure: EngineFailure) -> Stream:

@@ -2,7 +2,8 @@
 
 `{"session_id": ..., "checksum": ...}` is answered with `{"answer": "attached"}`, or with why not. Then the
 connection is the attachment: `{"done": true}` on it says that the decode engine has the blocks, and its end without
-that ends the session all the same. A lost peer shows within seconds (TCP keep-alive).
+that ends the session all the same. The desk says how a session ended, `{"ended": ...}`, before it hangs up: only
+after "fetched" are the blocks what they were. A lost peer shows within seconds (TCP keep-alive).
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from openengine_adapters.core.handoff.sessions import Attach, End, SessionTable
 PROTOCOL = "openengine"
 """The protocol of a session's endpoint that is a desk."""
 
-ANSWER_S = 5.0
-"""How long each side waits for the other's line."""
+ANSWER_S = 10.0
+"""How long each side waits for the other's line; the prefill engine is asked between two of its steps."""
 
 MOST_CONNECTIONS = 4096
 _LINE_LIMIT = 1024
+_NO_ANSWER = (TimeoutError, OSError, ValueError, TypeError, KeyError, RecursionError)
+"""What waiting for a line, and reading one from who knows whom, may raise."""
+
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
@@ -60,7 +64,7 @@ class SessionDesk:
         _keep_alive(writer)
         try:
             # Whoever is gone, or never asked, is no error of ours.
-            with contextlib.suppress(TimeoutError, OSError, ValueError):
+            with contextlib.suppress(*_NO_ANSWER):
                 await self._attachment(reader, writer)
         finally:
             writer.close()
@@ -72,7 +76,7 @@ class SessionDesk:
         if not isinstance(asked, dict):
             return
         session_id, checksum = str(asked.get("session_id")), str(asked.get("checksum"))
-        answer = self._table.attach(session_id, checksum, writer.close)
+        answer = await self._table.attach(session_id, checksum, lambda how: _send_away(writer, how))
         how = End.ABANDONED
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -98,10 +102,11 @@ class Attachment:
             self._writer.write(b'{"done": true}\n')
             await self._writer.drain()
 
-    async def lost(self) -> None:
-        """Return when the prefill server is gone; it sends nothing else."""
-        with contextlib.suppress(OSError, ValueError):
-            await self._reader.readline()
+    async def ended(self) -> bool:
+        """Wait for the end of the session. True when the engines have moved the blocks, False when they may be gone."""
+        with contextlib.suppress(*_NO_ANSWER):
+            return End(json.loads(await self._reader.readline())["ended"]) is End.FETCHED
+        return False
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,7 +137,7 @@ async def attach(session: kv_pb2.KvSessionRef, endpoint: kv_pb2.KvEndpoint, chec
     except BaseException as error:
         if writer is not None:
             writer.close()
-        if isinstance(error, (TimeoutError, OSError, ValueError, TypeError, KeyError)):
+        if isinstance(error, _NO_ANSWER):
             raise transfer_failed(session, f"{endpoint.host}:{endpoint.port} does not answer") from error
         raise
     if answer is Attach.ATTACHED:
@@ -161,6 +166,12 @@ def transfer_failed(session: kv_pb2.KvSessionRef, reason: str) -> EngineFailure:
         retryable=True,
         details={"field": "kv.session", "value": session.session_id},
     )
+
+
+def _send_away(writer: asyncio.StreamWriter, how: End) -> None:
+    with contextlib.suppress(OSError):
+        writer.write(json.dumps({"ended": how.value}).encode() + b"\n")
+    writer.close()  # what is written still goes
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:

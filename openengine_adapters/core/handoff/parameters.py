@@ -10,10 +10,15 @@ from typing import Any
 from google.protobuf import struct_pb2
 
 from openengine.v1 import inputs_pb2, kv_pb2
+from openengine_adapters.core.errors import invalid
 from openengine_adapters.engine import Lora, Media
 
 EXACT = 2**53
 """A Struct's numbers are doubles, which hold every whole number up to here."""
+
+
+LONGEST_ID = 128
+"""Of a session, in characters; those of these adapters have 32."""
 
 
 def to_struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
@@ -52,6 +57,36 @@ def _plain(value: struct_pb2.Value) -> Any:
         case "list_value":
             return [_plain(item) for item in value.list_value.values]
     return None
+
+
+def read_reference(
+    session: kv_pb2.KvSessionRef, backend: str, protocols: Sequence[str], attributes: str
+) -> dict[str, Any]:
+    """The engine's own parameters in a session reference, of which all the rest is checked (PD-03, PD-07).
+
+    They lie under the name `attributes`; there must be one endpoint of each protocol. Raises `Rejected`.
+    """
+    name = "kv.session"
+    if session.transfer_backend != backend:
+        raise invalid(
+            f"{name}.transfer_backend",
+            f"{session.transfer_backend!r} is not this engine's {backend!r}",
+            limit=backend,
+        )
+    if not 1 <= len(session.session_id) <= LONGEST_ID:
+        raise invalid(f"{name}.session_id", f"must have 1 to {LONGEST_ID} characters", limit=LONGEST_ID)
+    if [endpoint.protocol for endpoint in session.endpoints] != list(protocols):
+        raise invalid(
+            f"{name}.endpoints", f"must be of the protocols {' and '.join(protocols)}, in this order"
+        )
+    for position, endpoint in enumerate(session.endpoints):
+        if not endpoint.host or not 1 <= endpoint.port <= 65535:
+            raise invalid(f"{name}.endpoints[{position}]", "needs a host and a port from 1 to 65535")
+    found = from_struct(session.attributes_struct)
+    params = found.get(attributes)
+    if len(found) != 1 or not isinstance(params, dict):
+        raise invalid(f"{name}.attributes_struct", f"must hold the object {attributes!r} and nothing else")
+    return params
 
 
 def content_digest(token_ids: Sequence[int], lora: Lora | None, media: Sequence[Media] = ()) -> str:

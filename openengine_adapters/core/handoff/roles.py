@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from openengine.v1 import discovery_pb2
 from openengine_adapters.engine import EngineDescription, KvConnector
 
+ATTACHED_GRACE_S = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOffWanted:
@@ -22,6 +24,11 @@ class HandOffWanted:
     port: int = 0
     timeout: float = 30.0
     transfer_timeout: float = 120.0
+
+    @property
+    def attached_timeout(self) -> float:
+        """How long a prefill server waits for an attached decode server, which gives up before if it still can."""
+        return self.transfer_timeout + ATTACHED_GRACE_S
 
 
 def in_role(

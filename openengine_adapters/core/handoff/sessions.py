@@ -42,19 +42,23 @@ class _Session(Generic[Held]):
     call_id: str
     held: Held
     expiry: asyncio.TimerHandle
-    detach: Callable[[], None] | None = None
+    detach: Callable[[End], None] | None = None
 
 
 @dataclass(slots=True)
 class SessionTable(Generic[Held]):
     """Open sessions by id. `held` is whatever the adapter needs to free one.
 
-    One that no decode server attaches to within `ttl` seconds ends by itself. `on_end` hears of every end, and
-    frees the engine's side of it; it runs in a task that the table owns.
+    One that no decode server attaches to within `ttl` seconds ends by itself, and so does one whose decode server
+    is still attached after `attached_ttl`. `on_attach` lets the engine keep what it holds from then on, and says
+    whether it still has it. `on_end` hears of every end, and frees the engine's side of it; it runs in a task that the
+    table owns.
     """
 
     ttl: float
     on_end: Callable[[Held, End], Awaitable[None]]
+    attached_ttl: float
+    on_attach: Callable[[Held], Awaitable[bool]] | None = None
     _open: dict[str, _Session[Held]] = field(default_factory=dict)
     _by_call: dict[str, str] = field(default_factory=dict)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -65,12 +69,11 @@ class SessionTable(Generic[Held]):
 
     def open(self, session_id: str, checksum: str, call_id: str, held: Held) -> None:
         """Hold a session for the decode server that will come with this checksum."""
-        expiry = asyncio.get_running_loop().call_later(self.ttl, self.end, session_id, End.EXPIRED)
-        self._open[session_id] = _Session(checksum, call_id, held, expiry)
+        self._open[session_id] = _Session(checksum, call_id, held, self._expiry(session_id, self.ttl))
         self._by_call[call_id] = session_id
 
-    def attach(self, session_id: str, checksum: str, detach: Callable[[], None]) -> Attach:
-        """Hand a session to a decode server. From then on it no longer expires, but ends when that server leaves.
+    async def attach(self, session_id: str, checksum: str, detach: Callable[[End], None]) -> Attach:
+        """Hand a session to a decode server. From then on it ends when that server leaves, or stays too long.
 
         `detach` is called when the session ends, to send the server away if it is still there.
         """
@@ -81,8 +84,14 @@ class SessionTable(Generic[Held]):
             return Attach.CHANGED
         if session.detach is not None:
             return Attach.TAKEN
-        session.detach = detach
+        session.detach = _stay  # taken, but not yet attached
         session.expiry.cancel()
+        session.expiry = self._expiry(session_id, self.attached_ttl)
+        if not await self._keep(session.held):
+            self.end(session_id, End.EXPIRED)
+        if self._open.get(session_id) is not session:
+            return Attach.GONE
+        session.detach = detach
         return Attach.ATTACHED
 
     def end(self, session_id: str, how: End) -> bool | None:
@@ -92,7 +101,7 @@ class SessionTable(Generic[Held]):
             return False if session_id in self._ended else None
         session.expiry.cancel()
         if session.detach is not None:
-            session.detach()
+            session.detach(how)
         self._by_call.pop(session.call_id, None)
         self._ended[session_id] = None
         while len(self._ended) > REMEMBERED:
@@ -114,7 +123,8 @@ class SessionTable(Generic[Held]):
 
     async def settled(self) -> None:
         """Wait until the engine's side of every ended session is freed."""
-        await asyncio.gather(*self._ending)
+        if self._ending:
+            await asyncio.wait(self._ending)  # which leaves them running when its caller gives up
 
     async def close(self) -> None:
         """Forget all sessions; the engine stops, and with it whatever it holds."""
@@ -126,9 +136,23 @@ class SessionTable(Generic[Held]):
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
+    async def _keep(self, held: Held) -> bool:
+        try:
+            return self.on_attach is None or await self.on_attach(held)
+        except Exception:
+            log.warning("the engine does not say whether it holds a session's blocks", exc_info=True)
+            return False
+
+    def _expiry(self, session_id: str, seconds: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self.end, session_id, End.EXPIRED)
+
     async def _free(self, held: Held, how: End) -> None:
         try:
             await self.on_end(held, how)
         except Exception:
             # The engine's own lease frees it later.
             log.warning("a session's blocks could not be freed at once", exc_info=True)
+
+
+def _stay(how: End) -> None:
+    """Nobody is to be sent away yet."""

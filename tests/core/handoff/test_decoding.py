@@ -11,7 +11,6 @@ import pytest_asyncio
 
 from openengine.v1 import discovery_pb2, errors_pb2, kv_pb2, model_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, invalid
-from openengine_adapters.core.handoff import decoding
 from openengine_adapters.core.handoff.decoding import Decoding, Stream
 from openengine_adapters.core.handoff.desk import SessionDesk
 from openengine_adapters.core.handoff.roles import in_role
@@ -41,13 +40,15 @@ class Engine:
         self.steps: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
         self.closed = False
         self.refusal: Exception | None = None
+        self.aborted = asyncio.Event()
+        self.deaf = False
 
     async def admit(self) -> Stream:
         if self.refusal is not None:
             raise self.refusal
-        return self._stream()
+        return self.begin()
 
-    async def _stream(self) -> Stream:
+    async def begin(self) -> Stream:
         try:
             while (step := await self.steps.get()) is not None:
                 if isinstance(step, Exception):
@@ -57,6 +58,9 @@ class Engine:
             self.closed = True
 
     async def abort(self) -> None:
+        self.aborted.set()
+        if self.deaf:
+            return
         cancelled = Finish(FinishKind.CANCELLED)
         self.steps.put_nowait(Step(deltas=[Delta(0, [], "", finish=cancelled)]))
 
@@ -66,7 +70,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.ends: asyncio.Queue[End] = asyncio.Queue()
-        self.table: SessionTable[None] = SessionTable(3600, self._ended)
+        self.table: SessionTable[None] = SessionTable(3600, self._ended, 3600)
         self.desk = SessionDesk(self.table)
         self.endpoint = kv_pb2.KvEndpoint(host="127.0.0.1")
         self.engine = Engine()
@@ -164,14 +168,55 @@ async def test_any_other_failure_stays_what_it_is(pair: Pair, death: EngineFailu
     assert caught.value is death
 
 
-async def test_a_lost_prefill_server_ends_the_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "LOST_GRACE_S", 0.0)
+async def test_a_lost_prefill_server_ends_the_wait(pair: Pair) -> None:
     stream = await pair.serve()
     await pair.desk.stop()
     with pytest.raises(EngineFailure, match="the prefill server is gone") as caught:
         await following(stream)
     assert caught.value.code == FAILED
     assert pair.engine.closed
+
+
+@pytest.mark.parametrize("how", [End.RELEASED, End.EXPIRED])
+async def test_tokens_from_blocks_that_were_freed_are_not_served(pair: Pair, how: End) -> None:
+    """The engine reads on, whoever has the blocks now; so what it brings after the session's end counts for nothing."""
+    stream = await pair.serve()
+    pair.engine.deaf = True
+    pair.table.end("session", how)
+    async with asyncio.timeout(PATIENCE_S):
+        await pair.engine.aborted.wait()
+    pair.engine.steps.put_nowait(TOKEN)
+    with pytest.raises(EngineFailure, match="has ended the session") as caught:
+        await following(stream)
+    assert (caught.value.code, caught.value.retryable) == (FAILED, True)
+    assert pair.engine.closed
+
+
+async def test_a_prefill_engine_may_be_done_before_the_first_token(pair: Pair) -> None:
+    stream = await pair.serve()
+    pair.table.end("session", End.FETCHED)
+    assert await pair.ended() is End.FETCHED
+    pair.engine.steps.put_nowait(TOKEN)
+    assert await following(stream) is TOKEN
+    assert not pair.engine.aborted.is_set()
+
+
+async def test_a_session_that_ends_during_the_admission_fails_it(pair: Pair) -> None:
+    """The abort comes before the engine knows of the request, and so it does nothing."""
+
+    async def slow() -> Stream:
+        pair.table.end("session", End.RELEASED)
+        async with asyncio.timeout(PATIENCE_S):
+            await pair.engine.aborted.wait()
+        pair.engine.aborted.clear()
+        return pair.engine.begin()
+
+    pair.engine.deaf = True
+    stream = await pair.decoding.serve(SESSION, pair.endpoint, "checksum", slow, pair.engine.abort)
+    with pytest.raises(EngineFailure, match="has ended the session"):
+        await following(stream)
+    assert pair.decoding.waiting == 0
+    assert pair.engine.aborted.is_set()
 
 
 async def test_blocks_that_do_not_come_end_the_wait(pair: Pair) -> None:
@@ -183,10 +228,7 @@ async def test_blocks_that_do_not_come_end_the_wait(pair: Pair) -> None:
     assert await pair.ended() is End.ABANDONED
 
 
-async def test_a_prefill_server_lost_after_the_first_token_does_not_matter(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoding, "LOST_GRACE_S", 0.0)
+async def test_a_prefill_server_lost_after_the_first_token_does_not_matter(pair: Pair) -> None:
     stream = await pair.serve()
     pair.engine.steps.put_nowait(TOKEN)
     await following(stream)

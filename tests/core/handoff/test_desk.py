@@ -22,9 +22,9 @@ SESSION = kv_pb2.KvSessionRef(session_id="session")
 class Prefill:
     """A prefill server without an engine: it notes what it freed."""
 
-    def __init__(self, ttl: float = HOUR_S) -> None:
+    def __init__(self, ttl: float = HOUR_S, attached_ttl: float = HOUR_S) -> None:
         self.freed: asyncio.Queue[tuple[str, End]] = asyncio.Queue()
-        self.table: SessionTable[str] = SessionTable(ttl, self._free)
+        self.table: SessionTable[str] = SessionTable(ttl, self._free, attached_ttl)
         self.desk = SessionDesk(self.table)
         self.endpoint = kv_pb2.KvEndpoint(host="127.0.0.1")
 
@@ -72,15 +72,22 @@ async def test_an_abort_sends_the_decode_server_away(prefill: Prefill) -> None:
     async with await prefill.attach() as attachment:
         assert prefill.table.end("session", End.RELEASED)
         async with asyncio.timeout(PATIENCE_S):
-            await attachment.lost()
+            assert not await attachment.ended()
     assert await prefill.ended() is End.RELEASED
+
+
+async def test_an_engine_that_is_done_says_so(prefill: Prefill) -> None:
+    async with await prefill.attach() as attachment:
+        prefill.table.end("session", End.FETCHED)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await attachment.ended()
 
 
 async def test_a_lost_prefill_server_shows(prefill: Prefill) -> None:
     async with await prefill.attach() as attachment:
         await prefill.desk.stop()
         async with asyncio.timeout(PATIENCE_S):
-            await attachment.lost()
+            assert not await attachment.ended()
 
 
 async def test_a_session_is_attached_to_once(prefill: Prefill) -> None:
@@ -113,7 +120,18 @@ async def test_nobody_at_the_desk_is_a_failed_transfer(prefill: Prefill) -> None
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"\n", b"nonsense\n", b"[]\n", b"{}\n", b"x" * 5000 + b"\n", b"\xff\xfe\n", b"null\n"]
+    "line",
+    [
+        b"",
+        b"\n",
+        b"nonsense\n",
+        b"[]\n",
+        b"{}\n",
+        b"x" * 5000 + b"\n",
+        b"\xff\xfe\n",
+        b"null\n",
+        b"[" * 1000 + b"\n",
+    ],
 )
 async def test_nonsense_is_sent_away(prefill: Prefill, line: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", prefill.endpoint.port)
@@ -136,11 +154,84 @@ async def test_a_session_that_nobody_attaches_to_expires() -> None:
 async def test_an_attached_session_does_not_expire() -> None:
     one = Prefill(ttl=0.01)
     one.open()
-    assert one.table.attach("session", "checksum", lambda: None) is Attach.ATTACHED
+    assert await one.table.attach("session", "checksum", lambda how: None) is Attach.ATTACHED
     one.table.open("other", "checksum", "other-call", "blocks")
     assert await asyncio.wait_for(one.freed.get(), PATIENCE_S) == ("blocks", End.EXPIRED)
     assert len(one.table) == 1
     await one.table.close()
+
+
+async def test_an_engine_without_the_blocks_has_no_session_for_anybody(prefill: Prefill) -> None:
+    """Its own lease may be over before ours."""
+
+    async def gone(held: str) -> bool:
+        assert held == "blocks"
+        return False
+
+    prefill.table.on_attach = gone
+    with pytest.raises(EngineFailure) as caught:
+        await prefill.attach()
+    assert caught.value.code == errors_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
+    assert await prefill.ended() is End.EXPIRED
+
+
+async def test_an_engine_that_cannot_be_asked_has_no_session_either(prefill: Prefill) -> None:
+    async def broken(held: str) -> bool:
+        raise RuntimeError("no answer")
+
+    prefill.table.on_attach = broken
+    with pytest.raises(EngineFailure) as caught:
+        await prefill.attach()
+    assert caught.value.code == errors_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
+    assert await prefill.ended() is End.EXPIRED
+
+
+async def test_a_session_that_ends_while_the_engine_is_asked_is_gone(prefill: Prefill) -> None:
+    async def aborted(held: str) -> bool:
+        with pytest.raises(EngineFailure, match="another decode server"):
+            await prefill.attach()
+        prefill.table.end("session", End.RELEASED)
+        return True
+
+    prefill.table.on_attach = aborted
+    with pytest.raises(EngineFailure, match="does not hold") as caught:
+        await prefill.attach()
+    assert caught.value.code == errors_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
+    assert await prefill.ended() is End.RELEASED
+
+
+async def test_a_decode_server_that_stays_for_ever_is_sent_away() -> None:
+    """One that stands still keeps its connection."""
+    one = Prefill(attached_ttl=0.01)
+    one.endpoint.port = await one.desk.start("127.0.0.1")
+    one.open()
+    async with await one.attach() as attachment:
+        assert await one.ended() is End.EXPIRED
+        assert not await attachment.ended()
+    await one.desk.stop()
+
+
+async def test_a_caller_that_stops_waiting_does_not_stop_the_end() -> None:
+    """An Abort that its client cancels has ended the session all the same (PD-04)."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    freed = asyncio.Event()
+
+    async def free(held: None, how: End) -> None:
+        begun.set()
+        await go_on.wait()
+        freed.set()
+
+    table: SessionTable[None] = SessionTable(HOUR_S, free, HOUR_S)
+    table.open("session", "checksum", "call", None)
+    table.end("session", End.RELEASED)
+    waiting = asyncio.create_task(table.settled())
+    async with asyncio.timeout(PATIENCE_S):
+        await begun.wait()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    go_on.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await freed.wait()
 
 
 async def test_a_client_that_never_learnt_of_it_ends_the_session(prefill: Prefill) -> None:

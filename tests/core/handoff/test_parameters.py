@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openengine.v1 import inputs_pb2, kv_pb2
+from openengine_adapters.core.errors import Rejected
 from openengine_adapters.core.handoff.parameters import (
     EXACT,
     checksum,
     content_digest,
     from_struct,
+    read_reference,
     to_struct,
 )
 from openengine_adapters.engine import Lora, Media
@@ -91,3 +93,51 @@ def test_the_content_is_tokens_adapter_and_media() -> None:
     assert len(set(digests)) == len(digests)
     # The id and the directory are the server's own, the name is the caller's.
     assert content_digest([1], Lora(1, "adapter", "/a")) == content_digest([1], Lora(7, "adapter", "/b"))
+
+
+KEY = "engine.v1"
+
+
+def reference(**changed: Any) -> kv_pb2.KvSessionRef:
+    fields: dict[str, Any] = {
+        "session_id": "session",
+        "transfer_backend": "nixl",
+        "endpoints": [
+            kv_pb2.KvEndpoint(host="10.0.0.1", port=1, protocol="nixl"),
+            kv_pb2.KvEndpoint(host="10.0.0.1", port=65535, protocol="openengine"),
+        ],
+        "attributes_struct": to_struct({KEY: {"blocks": [1]}}),
+    }
+    return kv_pb2.KvSessionRef(**{**fields, **changed})
+
+
+def test_a_sound_reference_is_read() -> None:
+    assert read_reference(reference(), "nixl", ("nixl", "openengine"), KEY) == {"blocks": [1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("transfer_backend", "mooncake"),
+        ("transfer_backend", ""),
+        ("session_id", ""),
+        ("session_id", "x" * 129),
+        ("endpoints", []),
+        ("endpoints", [kv_pb2.KvEndpoint(host="10.0.0.1", port=1, protocol="openengine")]),
+        ("endpoints", [*reference().endpoints, reference().endpoints[1]]),
+        ("endpoints", [reference().endpoints[0], kv_pb2.KvEndpoint(port=1, protocol="openengine")]),
+        ("endpoints", [reference().endpoints[0], kv_pb2.KvEndpoint(host="h", protocol="openengine")]),
+        (
+            "endpoints",
+            [reference().endpoints[0], kv_pb2.KvEndpoint(host="h", port=65536, protocol="openengine")],
+        ),
+        ("attributes_struct", to_struct({})),
+        ("attributes_struct", to_struct({KEY: [1]})),
+        ("attributes_struct", to_struct({KEY: None})),
+        ("attributes_struct", to_struct({KEY: {}, "more": 1})),
+        ("attributes_struct", to_struct({"another": {}})),
+    ],
+)
+def test_what_is_wrong_with_a_reference_is_named(name: str, changed: Any) -> None:
+    with pytest.raises(Rejected, match=rf"^kv\.session\.{name}"):
+        read_reference(reference(**{name: changed}), "nixl", ("nixl", "openengine"), KEY)
