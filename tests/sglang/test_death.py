@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from signal import SIGKILL, SIGSTOP, Signals
 
 import pytest
@@ -12,6 +13,7 @@ from openengine.v1 import errors_pb2, generate_pb2, lifecycle_pb2
 from tests.sglang.conftest import sglang_engine
 from tests.support import cpu_env, death
 from tests.support.server import Server
+from tests.support.server import serving as ranks_serving
 from tests.support.wire import PATIENCE_S, Answer, serving
 
 HANG_S = 5.0
@@ -54,6 +56,37 @@ async def test_every_open_stream_ends_and_no_process_stays(
     if number + 1 < len(servers):
         servers[number + 1].start()
     await death.prove(servers[number], victim, blow, stay_up=stay_up, max_tokens=max_tokens)
+
+
+def server_of_two(*flags: str) -> AbstractContextManager[Server]:
+    """A server of two ranks, on whatever cores there are."""
+    return ranks_serving(
+        "sglang", flags=["--dp-size", "2", *flags], env={"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+    )
+
+
+@pytest.mark.parametrize("victim", ["sglang::scheduler_DP1", "sglang::data_parallel_controller"])
+async def test_two_ranks_die_together(victim: str) -> None:
+    """Of one of them, or of what gives them their work: what the others hold is lost as well."""
+    with server_of_two() as server:
+        await death.prove(server, victim, SIGKILL, stay_up=False)
+
+
+STARTS_THAT_FAIL: dict[str, tuple[list[str], str]] = {
+    # Flags, and what the last line says.
+    "memory": (["--mem-fraction-static", "0.0001"], "SGLang did not start"),
+    "adapter": (
+        [*cpu_env.lora_flags("sglang"), "--lora-paths", "given=/nowhere/adapter"],
+        "SGLang did not start",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STARTS_THAT_FAIL)
+def test_a_start_that_fails_ends_with_one_sentence_and_no_process(what: str) -> None:
+    """Less memory than the KV cache needs, and an adapter that is not there; the exit status is 1."""
+    flags, said = STARTS_THAT_FAIL[what]
+    assert said in death.refused_start("sglang", flags, {})
 
 
 @pytest.mark.asyncio(loop_scope="session")

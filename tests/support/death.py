@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -21,9 +23,11 @@ from openengine.v1 import (
     service_pb2_grpc,
 )
 from tests.support import cpu_env
-from tests.support.server import Server
+from tests.support.server import Server, executable
 
 PATIENCE_S = 240.0
+START_S = 600.0
+"""A slow machine may take so long to find out that a start fails."""
 STREAMS = 4
 EXIT_DIED = 3
 
@@ -71,6 +75,11 @@ async def strike(
         return await asyncio.gather(*streams)
 
 
+def named(name: str, tree: list[psutil.Process]) -> psutil.Process:
+    """The process whose title has the name in it."""
+    return next(child for child in tree if name in " ".join(child.cmdline()))
+
+
 async def code_of(call: Any) -> grpc.StatusCode:
     """The status of a call, whatever it answered."""
     try:
@@ -108,7 +117,7 @@ async def prove(
     """Strike the process with that name in a READY server, and look at everything that must follow (ERR-04, ERR-07)."""
     process = psutil.Process(server.pid)
     tree = [process, *process.children(recursive=True)]
-    victim = next(child for child in tree if victim_name in " ".join(child.cmdline()))
+    victim = named(victim_name, tree)
     for response in await strike(server.target, victim, blow, max_tokens):
         assert response.WhichOneof("event") == "error", response
         assert (response.error.code, response.error.retryable) == (errors_pb2.ERROR_CODE_INTERNAL, True)
@@ -123,6 +132,25 @@ async def prove(
     assert await asyncio.to_thread(server.wait, PATIENCE_S) == EXIT_DIED, server.tail()
     await until_gone(tree)
     assert "engine died" in server.log.read_text(errors="replace")
+
+
+def refused_start(engine: str, flags: Sequence[str], env: Mapping[str, str]) -> str:
+    """Start a server of tiny-llama that cannot start: exit status 1, and no process left. Returns its last words."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    command = [executable(engine, f"openengine-{engine}"), *cpu_env.flags(engine, cpu_env.TINY_LLAMA)]
+    done = subprocess.run(
+        [*command, "--host", "127.0.0.1", "--port", "0", *flags],
+        env={**os.environ, **cpu_env.env(engine), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_S,
+    )
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("cannot start: "), done.stderr[-2000:]
+    return last
 
 
 async def until_gone(processes: list[psutil.Process]) -> None:

@@ -5,8 +5,6 @@ Every case is a server process of its own, started before it is needed so that t
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
@@ -17,13 +15,10 @@ import pytest
 
 from openengine.v1 import generate_pb2, service_pb2_grpc
 from tests.support import cpu_env, death
-from tests.support.server import Server, executable
+from tests.support.server import Server, serving
 
 HANG_S = 5.0
 """Above the longest wait for a core that others use as well."""
-
-START_S = 600.0
-"""A slow machine may take so long to find out that a start fails."""
 
 CORE, WORKER = "EngineCore", "Worker"
 
@@ -89,6 +84,13 @@ async def test_every_open_stream_ends_and_no_process_stays(
     await death.prove(server, victim, blow or out_of_memory(server), stay_up=stay_up)
 
 
+@pytest.mark.parametrize("victim", ["EngineCore_DP1", "DPCoordinator"])
+async def test_two_ranks_die_together(victim: str) -> None:
+    """Of one of them, or of what coordinates them: what the others hold is lost as well."""
+    with serving("vllm", flags=["--data-parallel-size", "2"]) as server:
+        await death.prove(server, victim, SIGKILL, stay_up=False)
+
+
 STARTS_THAT_FAIL: dict[str, tuple[list[str], dict[str, str], str]] = {
     # Flags, environment, and what the last line says.
     "memory": ([], {"VLLM_CPU_KVCACHE_SPACE": "1000000"}, "vLLM did not start"),
@@ -103,22 +105,5 @@ STARTS_THAT_FAIL: dict[str, tuple[list[str], dict[str, str], str]] = {
 @pytest.mark.parametrize("what", STARTS_THAT_FAIL)
 def test_a_start_that_fails_ends_with_one_sentence_and_no_process(what: str) -> None:
     """More memory than any machine has, and an adapter that is not there; the exit status is 1."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
     flags, env, said = STARTS_THAT_FAIL[what]
-    done = subprocess.run(
-        [
-            executable("vllm", "openengine-vllm"),
-            *cpu_env.vllm_flags(cpu_env.TINY_LLAMA),
-            *("--host", "127.0.0.1", "--port", "0"),
-            *flags,
-        ],
-        env={**os.environ, **cpu_env.vllm_env(), **env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=START_S,
-    )
-    assert done.returncode == 1, done.stderr[-2000:]
-    last = done.stderr.splitlines()[-1]
-    assert "cannot start" in last and said in last
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert said in death.refused_start("vllm", flags, env)
