@@ -117,6 +117,11 @@ conformance-tasks-few: venv-dev models-vllm models-sglang
 bench: models-vllm ## measure what the adapter costs per token
 	.venv/vllm/bin/python -m benchmarks $(ARGS)
 
+.PHONY: bench-load
+bench-load: venv-dev models-vllm models-sglang ## measure what ten pollers of GetLoad cost a server's streams
+	$(DEV)/python -m benchmarks.load vllm $(ARGS)
+	$(DEV)/python -m benchmarks.load sglang $(ARGS)
+
 .PHONY: lint $(LINTS)
 lint: venv-dev ## style, types, schema, bindings, shell scripts
 	@$(MAKE) --no-print-directory --keep-going $(LINTS)
