@@ -9,6 +9,10 @@ from typing import Any
 from tests.support import cpu_env
 from tests.support.server import free_port
 
+BLOCKS = ["--num-gpu-blocks-override", "2048"]
+"""Room for 64 prompts of full length. vLLM describes each block to NIXL, its own and each peer's; with a whole GiB of
+the tiny model's small ones that takes a minute each time."""
+
 Side = tuple[list[str], dict[str, str]]
 """Flags and environment of one server, to be laid over those of `cpu_env`."""
 
@@ -18,7 +22,7 @@ def vllm_side(connector: str, role: str, **extra: Any) -> Side:
     config: dict[str, Any] = {"kv_connector": connector, "kv_role": role}
     if extra:
         config["kv_connector_extra_config"] = extra
-    return ["--kv-transfer-config", json.dumps(config)], cpu_env.nixl_env()
+    return ["--kv-transfer-config", json.dumps(config), *BLOCKS], cpu_env.nixl_env()
 
 
 def vllm_pair(connector: str = "NixlConnector", **extra: Any) -> tuple[Side, Side]:
