@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openengine.v1 import generate_pb2
+from openengine_adapters.core.prompt_tail import PromptTail
 from openengine_adapters.core.stops import StopMatch, StopSeeker
 from openengine_adapters.core.validation import stop_texts, stop_token_ids, wants_several
 from openengine_adapters.engine import (
@@ -53,6 +54,7 @@ class OutputReader:
         request = call.request
         self._request = request
         self._prompt_ids = prompt_ids
+        self._tail = PromptTail(decode, prompt_ids)
         self._eos = eos_token_ids
         self._counts_reasoning = counts_reasoning
         self._keep_stop = call.keep_stop
@@ -99,6 +101,7 @@ class OutputReader:
             token_ids = token_ids[: len(scores)]
         cursor.tokens += len(token_ids)
         cursor.text += len(text)
+        text = self._tail.complete(index, text, chunk["output_ids"])
         match = None if cursor.seeker is None else cursor.seeker.push(token_ids)
         if match is not None:
             return self._stopped(index, token_ids, text, scores, match)

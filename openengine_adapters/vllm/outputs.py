@@ -11,9 +11,9 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from openengine.v1 import generate_pb2
 from openengine_adapters.core.errors import EngineFailure
+from openengine_adapters.core.prompt_tail import PromptTail
 from openengine_adapters.core.validation import stop_token_ids
 from openengine_adapters.engine import Candidate, Delta, Finish, FinishKind, PromptScores, Step, TokenScore
-from openengine_adapters.vllm.prompt_tail import PromptTail
 
 
 class OutputReader:
