@@ -117,6 +117,10 @@ conformance-tasks-few: venv-dev models-vllm models-sglang
 bench: models-vllm ## measure what the adapter costs per token
 	.venv/vllm/bin/python -m benchmarks $(ARGS)
 
+.PHONY: bench-kv
+bench-kv: models-vllm ## measure what KV events cost, with no subscribers and with two hundred
+	.venv/vllm/bin/python -m benchmarks.kv_events $(ARGS)
+
 .PHONY: bench-load
 bench-load: venv-dev models-vllm models-sglang ## measure what ten pollers of GetLoad cost a server's streams
 	$(DEV)/python -m benchmarks.load vllm $(ARGS)
