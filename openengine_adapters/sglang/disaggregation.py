@@ -133,11 +133,14 @@ class Prefills(PrefillSide[_Leg]):
             room -= room % self._ranks - call.request.kv.data_parallel_rank
             room -= 0 if room < ROOMS else self._ranks
         host, port = self._bootstrap
+        rank = room % self._ranks
         return {
             "bootstrap_host": host,
             "bootstrap_port": port,
             "bootstrap_room": room,
-            "routed_dp_rank": room % self._ranks,
+            "routed_dp_rank": rank,
+            # Told it, SGLang does not compare the room with its rank, which it takes for 0 on each replica.
+            "disagg_prefill_dp_rank": rank,
         }
 
     def serve(

@@ -21,7 +21,7 @@ from openengine.v1 import (
 from openengine_adapters.core.errors import Rejected
 from openengine_adapters.core.handoff.parameters import to_struct
 from openengine_adapters.core.handoff.roles import HandOffWanted
-from openengine_adapters.engine import StartupError
+from openengine_adapters.engine import GenerateCall, StartupError
 from openengine_adapters.sglang.disaggregation import ATTRIBUTES, Decodes, Prefills, hand_off
 from tests.support import cpu_env, lora
 from tests.support.pair import (
@@ -238,6 +238,19 @@ class TestRoles:
     def test_another_role_contradicts_it(self, mode: str, role: str) -> None:
         with pytest.raises(StartupError, match=f"--role {role} contradicts"):
             hand_off(self.args(mode), HandOffWanted(role=role))
+
+    @pytest.mark.parametrize("rank", [0, 1, 2])
+    def test_a_room_belongs_to_the_rank_that_was_asked_for(self, rank: int) -> None:
+        prefills = hand_off(self.args("prefill", dp_size=3), HandOffWanted())
+        assert isinstance(prefills, Prefills)
+        kv = generate_pb2.KvOptions(data_parallel_rank=rank)
+        call = GenerateCall(id="call", request=generate_pb2.GenerateRequest(kv=kv))
+        rooms = [prefills.room(call) for _ in range(50)]
+        assert len({room["bootstrap_room"] for room in rooms}) == len(rooms)
+        for room in rooms:
+            assert 0 <= room["bootstrap_room"] < 2**63
+            assert room["bootstrap_room"] % 3 == rank
+            assert (room["routed_dp_rank"], room["disagg_prefill_dp_rank"]) == (rank, rank)
 
     def test_a_backend_that_moves_nothing_is_refused(self) -> None:
         with pytest.raises(StartupError, match="--disaggregation-transfer-backend fake"):
