@@ -37,9 +37,12 @@ async def tiny() -> AsyncIterator[Wire]:
         yield wire
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def other() -> AsyncIterator[Wire]:
-    """The same model with what `tiny` leaves out: seeds, two ranks, a short queue, low priorities first, llguidance."""
+    """The same model with what `tiny` leaves out: seeds, two ranks, a short queue, low priorities first, llguidance.
+
+    For no longer than a module: SGLang's controller of ranks takes a whole core while it waits.
+    """
     flags = [
         "--enable-deterministic-inference",
         *("--dp-size", "2"),
