@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -73,6 +74,36 @@ async def strike(
         else:
             await blow(victim)
         return await asyncio.gather(*streams)
+
+
+async def prove_hang_of_rank_1(server: Server, victim_name: str) -> None:
+    """Stop the process of rank 1 while rank 0 has work all the time: its steps must not hide the hang (ERR-07)."""
+    process = psutil.Process(server.pid)
+    tree = [process, *process.children(recursive=True)]
+    victim = named(victim_name, tree)
+
+    def on_rank(rank: int, number: int, max_tokens: int) -> generate_pb2.GenerateRequest:
+        one = request(number, max_tokens)
+        one.kv.data_parallel_rank = rank
+        return one
+
+    async def keep_busy(stub: Any) -> None:
+        for number in itertools.count(1):
+            async for _ in stub.Generate(on_rank(0, number, 100)):
+                pass
+
+    async with grpc.aio.insecure_channel(server.target) as channel, asyncio.timeout(PATIENCE_S):
+        stub: Any = service_pb2_grpc.OpenEngineStub(channel)
+        busy = asyncio.create_task(keep_busy(stub))
+        responses = aiter(stub.Generate(on_rank(1, 0, 1000)))
+        await anext(responses)
+        victim.suspend()
+        *_, last = [response async for response in responses]
+        assert last.error.message.startswith("rank 1 of the engine made no step"), last
+        busy.cancel()
+        await asyncio.gather(busy, return_exceptions=True)
+    assert await asyncio.to_thread(server.wait, PATIENCE_S) == EXIT_DIED, server.tail()
+    await until_gone(tree)
 
 
 def named(name: str, tree: list[psutil.Process]) -> psutil.Process:

@@ -91,6 +91,13 @@ async def test_two_ranks_die_together(victim: str) -> None:
         await death.prove(server, victim, SIGKILL, stay_up=False)
 
 
+async def test_a_hung_rank_is_noticed_beside_a_busy_one() -> None:
+    """ERR-07."""
+    flags = ["--data-parallel-size", "2", "--hang-timeout", str(HANG_S)]
+    with serving("vllm", flags=flags) as server:
+        await death.prove_hang_of_rank_1(server, "EngineCore_DP1")
+
+
 STARTS_THAT_FAIL: dict[str, tuple[list[str], dict[str, str], str]] = {
     # Flags, environment, and what the last line says.
     "memory": ([], {"VLLM_CPU_KVCACHE_SPACE": "1000000"}, "vLLM did not start"),
