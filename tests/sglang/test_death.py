@@ -72,6 +72,12 @@ async def test_two_ranks_die_together(victim: str) -> None:
         await death.prove(server, victim, SIGKILL, stay_up=False)
 
 
+async def test_a_hung_rank_is_noticed_beside_a_busy_one() -> None:
+    """ERR-07."""
+    with server_of_two("--hang-timeout", str(HANG_S)) as server:
+        await death.prove_hang_of_rank_1(server, "sglang::scheduler_DP1")
+
+
 STARTS_THAT_FAIL: dict[str, tuple[list[str], str]] = {
     # Flags, and what the last line says.
     "memory": (["--mem-fraction-static", "0.0001"], "SGLang did not start"),
