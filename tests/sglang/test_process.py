@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -123,6 +124,17 @@ def test_a_bad_model_ends_the_start_with_one_sentence_and_no_process() -> None:
     done = command("--model", "/nowhere/model", "--port", "0", "--device", "cpu")
     assert done.returncode == 1
     assert "cannot start" in done.stderr.splitlines()[-1]
+
+
+def test_a_port_in_use_is_said_before_the_engine_starts() -> None:
+    """The message names the port and the way out."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = command(*cpu_env.sglang_flags(cpu_env.TINY_LLAMA), "--host", "127.0.0.1", "--port", str(port))
+    assert done.returncode == 1
+    assert str(port) in done.stderr and "--port" in done.stderr
 
 
 def test_a_scheduler_that_dies_in_its_start_ends_it_with_one_sentence_too(tmp_path: Path) -> None:
