@@ -157,8 +157,12 @@ def test_print_capabilities_is_discovery_as_json() -> None:
     assert found["model"]["generation"]["output_logprobs"]["max_top_n"] == 128
 
 
-def test_sigterm_drains_and_stops_cleanly(server: Server) -> None:
-    """DRAIN-05, DISC-13: SGLang would take the signal; running work ends as it should, and no process is left."""
+@pytest.mark.parametrize("terminal", [False, True], ids=["SIGTERM", "terminal"])
+def test_a_signal_drains_and_stops_cleanly(server: Server, terminal: bool) -> None:
+    """DRAIN-05, DISC-13: SGLang would take the signal; running work ends as it should, and no process is left.
+
+    A Ctrl-C on the terminal goes to every process of the group.
+    """
     server.start()
     with grpc.insecure_channel(server.target) as channel:
         stub = service_pb2_grpc.OpenEngineStub(channel)
@@ -168,7 +172,10 @@ def test_sigterm_drains_and_stops_cleanly(server: Server) -> None:
         tree = tree_of(server)
         reader = Reader(stub, max_tokens=300)
         reader.started()
-        tree[0].terminate()
+        if terminal:
+            os.killpg(server.pid, signal.SIGINT)
+        else:
+            tree[0].terminate()
         reader.join(PATIENCE_S)
         assert reader.responses[-1].finished.reason == generate_pb2.FINISH_REASON_LENGTH
     assert server.wait(PATIENCE_S) == 0
