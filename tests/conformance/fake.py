@@ -95,9 +95,13 @@ class Served:
         self.engine = engine
         self.target = f"127.0.0.1:{port}"
         self._server = server
+        self._stopping: asyncio.Future[None] | None = None
 
     async def stop(self) -> None:
-        await self._server.stop(0)
+        """Stop the server; once, because grpc crashes when it is told so again in the meantime."""
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._server.stop(0))
+        await asyncio.shield(self._stopping)
 
 
 @asynccontextmanager
