@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from openengine_conformance.stream import Stream
 
 Item = inputs_pb2.MediaItem
 IMAGE = inputs_pb2.MODALITY_IMAGE
+
+NOISE = 1e-3
+"""What log-probabilities of one and the same request may be apart."""
 
 
 def png(red: int, green: int, blue: int, size: int = 32) -> bytes:
@@ -40,7 +44,10 @@ async def _look(ctx: Context, *items: inputs_pb2.MediaItem) -> Stream:
 
     def request(chosen: Sequence[inputs_pb2.MediaItem]) -> generate_pb2.GenerateRequest:
         prompt = ctx.options.image_prompt * len(chosen) + " The picture shows"
-        return ctx.steady(prompt, max_tokens=6, media=chosen)
+        scores = generate_pb2.ResponseOptions(
+            return_output_logprobs=ctx.offer.generation.output_logprobs.supported
+        )
+        return ctx.steady(prompt, max_tokens=6, media=chosen, response=scores)
 
     async def find_out() -> str:
         try:
@@ -52,6 +59,20 @@ async def _look(ctx: Context, *items: inputs_pb2.MediaItem) -> Stream:
     if refusal := await ctx.session.learn("image prompt", find_out):
         skip(f"the model does not take this image prompt ({refusal}); give its placeholder by --image-prompt")
     return await ctx.generate(request(items))
+
+
+def _distance(one: Stream, other: Stream) -> float:
+    """How far two outputs are apart: infinitely in their tokens, or else in the tokens' log-probabilities."""
+    if one.first.ids != other.first.ids:
+        return math.inf
+    pairs = zip(one.first.records, other.first.records, strict=True)
+    return max((abs(left.logprob - right.logprob) for left, right in pairs), default=0.0)
+
+
+def _expect_apart(one: Stream, again: Stream, other: Stream, what: str) -> None:
+    """Require that `other` is further from `one` than the same request sent `again` is."""
+    expect_equal(again.first.ids, one.first.ids, "the output for the same images")
+    expect(_distance(one, other) > max(2 * _distance(one, again), NOISE), what)
 
 
 @case(
@@ -126,8 +147,7 @@ async def url_is_not_fetched(ctx: Context) -> None:
 )
 async def image_matters(ctx: Context) -> None:
     red, blue, again = [await _look(ctx, Item(modality=IMAGE, raw_bytes=data)) for data in (RED, BLUE, RED)]
-    expect_equal(again.first.ids, red.first.ids, "the output for the same image")
-    expect(blue.first.ids != red.first.ids, "a red and a blue image give the same output")
+    _expect_apart(red, again, blue, "a red and a blue image give the same output")
 
 
 @case(
@@ -175,8 +195,7 @@ async def order(ctx: Context) -> None:
     one = await _look(ctx, red, blue)
     other = await _look(ctx, blue, red)
     again = await _look(ctx, red, blue)
-    expect_equal(again.first.ids, one.first.ids, "the output for the same images")
-    expect(other.first.ids != one.first.ids, "two images in the other order give the same output")
+    _expect_apart(one, again, other, "two images in the other order give the same output")
 
 
 @case(
