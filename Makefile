@@ -63,7 +63,7 @@ test: ## everything: lint, all tests, conformance
 	@scripts/setup/stages.sh $(STAGES)
 
 .PHONY: test-fast
-test-fast: venv-dev ## the tests that need no engine, under a minute
+test-fast: venv-dev ## the tests that need no engine, minutes
 	$(DEV)/python -m pytest tests $(SLOW:%=--ignore=%) $(ARGS)
 
 .PHONY: test-mutants
