@@ -59,10 +59,13 @@ async def expect_first_to_start(expected: Stream, other: Stream) -> None:
     """Require that of two waiting requests `expected` gets a token first."""
     winner = asyncio.ensure_future(expected.wait_tokens())
     loser = asyncio.ensure_future(other.wait_tokens())
+    started: list[asyncio.Future[None]] = []
+    for task in (winner, loser):
+        # Both may have started before this is asked again, so that the order is noted as they come.
+        task.add_done_callback(started.append)
     try:
-        done, _ = await asyncio.wait({winner, loser}, return_when=asyncio.FIRST_COMPLETED)
-        expect(done, "no waiting request was started")
-        expect(winner in done, "the request of the smaller priority was started first")
+        await asyncio.wait({winner, loser}, return_when=asyncio.FIRST_COMPLETED)
+        expect(started[0] is winner, "the request of the smaller priority was started first")
     finally:
         for task in (winner, loser):
             task.cancel()
