@@ -185,7 +185,7 @@ class SglangEngine(Sessions):
         if runtime is None:
             return
         manager = runtime.tokenizer_manager
-        if self._hand_off is not None:
+        if isinstance(self._hand_off, Prefills):
             await self._hand_off.stop()
         await asyncio.to_thread(manager._subprocess_watchdog.stop)
         if not self._failure:

@@ -177,7 +177,7 @@ class VllmEngine(Sessions):
         """Shut vLLM down; its own shutdown blocks, so it runs in a thread."""
         llm, self._llm = self._llm, None
         if llm is not None:
-            if self._hand_off is not None:
+            if isinstance(self._hand_off, Prefills):
                 await self._hand_off.stop()
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
         self._kv_events.close()

@@ -61,7 +61,7 @@ class PrefillSide(abc.ABC, Generic[Held]):
         """Have the engine free what an ended session held."""
 
 
-class DecodeSide:
+class DecodeSide(abc.ABC):
     """The requests of a decode server that wait for their blocks."""
 
     role = discovery_pb2.ENGINE_ROLE_DECODE
@@ -69,12 +69,9 @@ class DecodeSide:
     def __init__(self, wanted: HandOffWanted) -> None:
         self.decoding = Decoding(wanted.transfer_timeout)
 
-    async def stop(self) -> None:
-        """Nothing is held here."""
-
+    @abc.abstractmethod
     def read(self, session: kv_pb2.KvSessionRef) -> Any:
         """Check a session completely, and return what it says. Raises `Rejected` (PD-03, PD-07)."""
-        raise NotImplementedError
 
 
 class Sessions:

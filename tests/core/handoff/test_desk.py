@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
@@ -161,6 +161,15 @@ async def test_an_attached_session_does_not_expire() -> None:
     await one.table.close()
 
 
+async def nobody_gets_the_session(prefill: Prefill, on_attach: Callable[[str], Awaitable[bool]]) -> None:
+    """With an engine that answers so, the first decode server that asks ends the session."""
+    prefill.table.on_attach = on_attach
+    with pytest.raises(EngineFailure) as caught:
+        await prefill.attach()
+    assert caught.value.code == errors_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
+    assert await prefill.ended() is End.EXPIRED
+
+
 async def test_an_engine_without_the_blocks_has_no_session_for_anybody(prefill: Prefill) -> None:
     """Its own lease may be over before ours."""
 
@@ -168,22 +177,14 @@ async def test_an_engine_without_the_blocks_has_no_session_for_anybody(prefill: 
         assert held == "blocks"
         return False
 
-    prefill.table.on_attach = gone
-    with pytest.raises(EngineFailure) as caught:
-        await prefill.attach()
-    assert caught.value.code == errors_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
-    assert await prefill.ended() is End.EXPIRED
+    await nobody_gets_the_session(prefill, gone)
 
 
 async def test_an_engine_that_cannot_be_asked_has_no_session_either(prefill: Prefill) -> None:
     async def broken(held: str) -> bool:
         raise RuntimeError("no answer")
 
-    prefill.table.on_attach = broken
-    with pytest.raises(EngineFailure) as caught:
-        await prefill.attach()
-    assert caught.value.code == errors_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
-    assert await prefill.ended() is End.EXPIRED
+    await nobody_gets_the_session(prefill, broken)
 
 
 async def test_a_session_that_ends_while_the_engine_is_asked_is_gone(prefill: Prefill) -> None:
