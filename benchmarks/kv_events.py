@@ -13,16 +13,14 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import grpc
 import psutil
 
+from benchmarks.beside import cpu_seconds, running
 from openengine.v1 import generate_pb2, inputs_pb2, observability_pb2, service_pb2_grpc
 from tests.support.server import Server, serving
 
@@ -79,27 +77,13 @@ async def serve_load(server: Server, figures: Figures, requests: int, chance: ra
                     steps.append(duration)
 
         watching = asyncio.create_task(watch())
-        cpu, began = process.cpu_times(), time.perf_counter()
+        cpu, began = cpu_seconds(process), time.perf_counter()
         await asyncio.gather(*(one() for _ in range(requests)))
         figures.seconds.append(time.perf_counter() - began)
-        spent = process.cpu_times()
-        figures.cpu_seconds.append(spent.user + spent.system - cpu.user - cpu.system)
+        figures.cpu_seconds.append(cpu_seconds(process) - cpu)
         figures.step_us.append(statistics.median(steps))
         watched.cancel()
         await watching
-
-
-@contextlib.contextmanager
-def subscribed(server: Server) -> Iterator[None]:
-    """Two hundred subscribers, in a process of their own."""
-    command = [sys.executable, "-m", "benchmarks.subscribers", server.target, str(STEADY), str(STALLED)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            yield
-        finally:
-            process.kill()
 
 
 def main(rounds: int, requests: int) -> None:
@@ -114,7 +98,7 @@ def main(rounds: int, requests: int) -> None:
         for _ in range(rounds):
             asyncio.run(serve_load(plain, off, requests, chance))
             asyncio.run(serve_load(events, alone, requests, chance))
-            with subscribed(events):
+            with running("benchmarks.subscribers", events.target, str(STEADY), str(STALLED)):
                 asyncio.run(serve_load(events, followed, requests, chance))
     base = off.medians()
     print(json.dumps({"without": {name: round(value, 3) for name, value in base.items()}}))

@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from collections.abc import Iterator
 import psutil
 
 from benchmarks import client
+from benchmarks.beside import cpu_seconds, running
 from tests.support import cpu_env
 from tests.support.server import Server, serving
 
@@ -33,27 +32,21 @@ def serve_streams(server: Server, figures: Figures, streams: int, tokens: int) -
     """Read a batch of streams; note tokens a second, and CPU seconds of the server's own process."""
     process = psutil.Process(server.pid)
     model = str(cpu_env.model(cpu_env.TINY_LLAMA))
-    cpu, began = process.cpu_times(), time.perf_counter()
+    cpu, began = cpu_seconds(process), time.perf_counter()
     asyncio.run(client.main(server.target, METHOD, model, streams, tokens))
-    seconds, spent = time.perf_counter() - began, process.cpu_times()
+    seconds, spent = time.perf_counter() - began, cpu_seconds(process)
     figures["tokens_per_s"].append(streams * tokens / seconds)
-    figures["cpu_share"].append((spent.user + spent.system - cpu.user - cpu.system) / seconds)
+    figures["cpu_share"].append((spent - cpu) / seconds)
 
 
 @contextlib.contextmanager
 def polled(server: Server, figures: Figures) -> Iterator[None]:
     """Ten pollers while the block runs; what they saw joins the figures."""
-    command = [sys.executable, "-m", "benchmarks.pollers", server.target, str(POLLERS), str(RATE)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            yield
-            seen, _ = process.communicate()
-            for name, value in json.loads(seen).items():
-                figures[name].append(value)
-        finally:
-            process.kill()
+    with running("benchmarks.pollers", server.target, str(POLLERS), str(RATE)) as process:
+        yield
+        seen, _ = process.communicate()
+        for name, value in json.loads(seen).items():
+            figures[name].append(value)
 
 
 def main(engine: str, rounds: int, streams: int, tokens: int) -> None:
