@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plugin of vLLM (entry point group `vllm.general_plugins`), which loads it in each of its processes.
 
-NIXL's Python layer has its progress thread poll without a pause, which takes a whole core for each worker, idle or
-not, from its start on. Where a GPU's host has cores to spare that is meant so; here two such workers leave nothing of
-the machine. The thread wakes up for whatever arrives in any case: the pause is only its longest sleep.
+Two threads of a worker poll without a pause: NIXL's, from its start on, and vLLM's own for a second after each step.
+Where a GPU's host has cores to spare that is meant so; here two such workers leave nothing of the machine. Both wake
+up for whatever arrives in any case: a pause is only their longest sleep.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -15,7 +16,7 @@ PAUSE_US = 5000
 
 
 def apply() -> None:
-    """Let NIXL's progress thread sleep while nothing arrives."""
+    """Let a worker's threads sleep while nothing arrives."""
     bindings: Any = importlib.import_module("nixl._api").nixlBind
     if getattr(bindings.nixlAgentConfig, "sleeps", False):
         return  # vLLM loads its plugins more than once
@@ -27,3 +28,5 @@ def apply() -> None:
             super().__setattr__(name, PAUSE_US if name == "pthrDelay" else value)
 
     bindings.nixlAgentConfig = SleepingConfig
+    queue: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    queue.SpinCondition = functools.partial(queue.SpinCondition, busy_loop_s=0)
