@@ -53,6 +53,7 @@ class TaskConfig:
     scoring: Scoring | None = None
     labels: tuple[str, ...] = ()
     dimensions: frozenset[int] = frozenset()  # the only sizes that embeddings can be cut to; empty: any
+    rewards: bool = False  # the head gives each token a reward, and the last token's is the sequence's
 
 
 def task_config(
@@ -96,6 +97,7 @@ def task_config(
         scoring=scoring,
         labels=_labels(model),
         dimensions=frozenset(dimensions),
+        rewards=_rewards(model),
     )
 
 
@@ -139,7 +141,14 @@ def _classify(model: ModelConfig, tasks: Collection[str], common: dict[str, Any]
     granularities = _granularities(tasks, "classify", "token_classify")
     if not granularities:
         return None
+    if _rewards(model):
+        return TaskSupport(**common, granularities=(_SEQUENCE, _TOKEN), semantics=(_REWARD,))
     return TaskSupport(**common, granularities=granularities, semantics=_semantics(model))
+
+
+def _rewards(model: ModelConfig) -> bool:
+    """Whether it is a reward model of one value; a process reward model tells two classes of steps apart."""
+    return any(name.endswith("ForRewardModel") for name in model.architectures)
 
 
 def _granularities(
@@ -154,12 +163,9 @@ def _semantics(model: ModelConfig) -> tuple[tasks_pb2.TaskValueSemantics.ValueTy
 
     With its activation a head gives probabilities when that is a softmax or a sigmoid; without, it gives logits.
     """
-    if any("RewardModel" in architecture for architecture in model.architectures):
-        found: tuple[tasks_pb2.TaskValueSemantics.ValueType, ...] = (_REWARD, _LOGITS)
-    elif isinstance(get_act_fn(model.hf_config), (PoolerClassify, PoolerMultiLabelClassify)):
+    found: tuple[tasks_pb2.TaskValueSemantics.ValueType, ...] = (_MODEL_DEFINED, _LOGITS)
+    if isinstance(get_act_fn(model.hf_config), (PoolerClassify, PoolerMultiLabelClassify)):
         found = (_PROBABILITIES, _LOGITS, _LOG_PROBABILITIES)
-    else:
-        found = (_MODEL_DEFINED, _LOGITS)
     if model.pooler_config.use_activation is False:
         return tuple(sorted(found, key=lambda one: one != _LOGITS))
     return found

@@ -28,6 +28,7 @@ from openengine_adapters.vllm.task_config import Scoring, TaskConfig, is_softmax
 
 _TOKEN = tasks_pb2.TASK_OUTPUT_GRANULARITY_TOKEN
 _LOGITS = tasks_pb2.TASK_VALUE_SEMANTICS_LOGITS
+_REWARD = tasks_pb2.TASK_VALUE_SEMANTICS_REWARD
 _PROBABILITIES = tasks_pb2.TASK_VALUE_SEMANTICS_PROBABILITIES
 _LOG_PROBABILITIES = tasks_pb2.TASK_VALUE_SEMANTICS_LOG_PROBABILITIES
 _SIMILARITY = tasks_pb2.TASK_VALUE_SEMANTICS_SIMILARITY
@@ -96,18 +97,23 @@ class VllmTasks:
     async def classify(
         self, call: TaskCall, item: tasks_pb2.TaskInput, options: tasks_pb2.ClassifyOptions
     ) -> Classification:
-        """Classify one item; logarithms of probabilities are taken here, from the logits."""
+        """Classify one item; logarithms of probabilities are taken here, from the logits.
+
+        A reward is what the head computes: vLLM's activation would squeeze it between 0 and 1.
+        """
         token = options.granularity == _TOKEN
         support = self._description.classify
         assert support is not None
         semantics = options.output_semantics or support.semantics[0]
         params = PoolingParams(
-            task="token_classify" if token else "classify",
-            use_activation=semantics not in (_LOGITS, _LOG_PROBABILITIES),
+            task="token_classify" if token or self._config.rewards else "classify",
+            use_activation=semantics not in (_LOGITS, _LOG_PROBABILITIES, _REWARD),
         )
         piece = _Piece(call, call.id, call.place)
         output = await self._pool(piece, await self._input(piece, item), params)
         data = output.outputs.data
+        if self._config.rewards and not token:
+            data = data[-1]
         if semantics == _LOG_PROBABILITIES:
             data = torch.log_softmax(data, -1) if self._softmax else torch.nn.functional.logsigmoid(data)
         labels = self._config.labels

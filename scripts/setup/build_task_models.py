@@ -11,6 +11,7 @@ All but one are tiny and random but reproducible.  `all-MiniLM-L6-v2` is a real 
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import string
 import sys
@@ -135,6 +136,27 @@ def build_llama_classifier(folder: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=len(tokenizer), **_DECODER, num_labels=3, pad_token_id=2)
     _save(LlamaForSequenceClassification(config), tokenizer, folder)
+
+
+def build_reward(folder: Path) -> None:
+    """A Qwen2 reward model, a kind that transformers has no class for: two layers on each token give it one value."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    tokenizer = _llama_tokenizer()
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(vocab_size=len(tokenizer), **_DECODER, pad_token_id=2)
+    _save(transformers.Qwen2ForSequenceClassification(config), tokenizer, folder)
+    weights = folder / "model.safetensors"
+    kept = {name: value for name, value in load_file(weights).items() if not name.startswith("score.")}
+    width = config.hidden_size
+    shapes = {"0.weight": (width, width), "0.bias": (width,), "2.weight": (1, width), "2.bias": (1,)}
+    score = {f"score.{name}": torch.randn(shape) / width**0.5 for name, shape in shapes.items()}
+    save_file(kept | score, weights, metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    described["architectures"] = ["Qwen2ForRewardModel"]
+    (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
 
 
 def build_qwen3(folder: Path) -> None:
@@ -275,6 +297,7 @@ build_models.BUILDERS.update(
         "tiny-bert-pairs": _bert("BertForSequenceClassification", ("relevance",)),
         "tiny-bert-entities": _bert("BertForTokenClassification", ENTITIES),
         "tiny-llama-classifier": build_llama_classifier,
+        "tiny-qwen2-reward": build_reward,
         "tiny-qwen3": build_qwen3,
         "tiny-llava": build_llava,
     }

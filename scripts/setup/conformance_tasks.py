@@ -56,6 +56,7 @@ KINDS: Final = {
     "vllm:cut": Kind(cpu_env.TINY_LLAMA, (*_EMBED, "--hf-overrides", _MATRYOSHKA), few=True),
     "vllm:sentiment": Kind("tiny-bert-sentiment", ("--max-model-len", "512")),
     "vllm:entities": Kind("tiny-bert-entities", ("--max-model-len", "512")),
+    "vllm:rewards": Kind("tiny-qwen2-reward"),
     "vllm:pairs": Kind("tiny-bert-pairs", ("--max-model-len", "512")),
     "vllm:reranker": Kind(
         "tiny-qwen3",
@@ -69,6 +70,7 @@ KINDS: Final = {
     "sglang:encoder": Kind("tiny-bert-embed", ("--context-length", "512")),
     "sglang:sentiment": Kind("tiny-bert-sentiment", ("--context-length", "512")),
     "sglang:classes": Kind("tiny-llama-classifier"),
+    "sglang:rewards": Kind("tiny-qwen2-reward"),
     "sglang:pairs": Kind("tiny-bert-pairs", ("--context-length", "512"), few=True),
     "sglang:reranker": Kind("tiny-qwen3", template=("--chat-template", RERANKER_TEMPLATE)),
     "sglang:labels": Kind(cpu_env.TINY_LLAMA, ("--enable-priority-scheduling",)),

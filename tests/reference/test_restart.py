@@ -7,6 +7,7 @@ from tests.support import restarts
 from tests.support.server import Server
 
 ROUNDS = 4
+CLIENTS = 16
 
 
 async def test_a_rolling_restart_under_load_loses_no_accepted_request() -> None:
@@ -17,6 +18,6 @@ async def test_a_rolling_restart_under_load_loses_no_accepted_request() -> None:
             replica.start()
         for replica in replicas:
             replica.wait_ready()
-        tally = await restarts.rolling(replicas, MODEL_ID, rounds=ROUNDS, max_tokens=60)
+        tally = await restarts.rolling(replicas, MODEL_ID, rounds=ROUNDS, max_tokens=60, clients=CLIENTS)
     assert not tally.lost, tally
     assert tally.finished > 0 and tally.refused["draining"] > 0

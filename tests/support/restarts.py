@@ -17,7 +17,6 @@ from openengine.v1 import generate_pb2, inputs_pb2, service_pb2_grpc
 from tests.support.server import Server
 
 PATIENCE_S: Final = 180.0
-CLIENTS: Final = 16
 RETRY_S: Final = 0.02
 
 NEVER_SENT: Final = ("failed to connect", "connection refused", "connect: ")
@@ -49,8 +48,9 @@ class Tally:
 class Load:
     """Clients that ask one replica and, when it refuses, the other, until they are stopped."""
 
-    def __init__(self, replicas: Sequence[Server], model: str, max_tokens: int) -> None:
+    def __init__(self, replicas: Sequence[Server], model: str, max_tokens: int, clients: int) -> None:
         self.tally = Tally()
+        self._count = clients
         self._model = model
         self._max_tokens = max_tokens
         self._replicas = replicas
@@ -62,7 +62,7 @@ class Load:
             grpc.aio.insecure_channel(one.target, options=_CHANNEL_OPTIONS) for one in self._replicas
         ]
         self._stubs: list[Any] = [service_pb2_grpc.OpenEngineStub(channel) for channel in self._channels]
-        self._clients = [asyncio.create_task(self._client(number)) for number in range(CLIENTS)]
+        self._clients = [asyncio.create_task(self._client(number)) for number in range(self._count)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -72,9 +72,9 @@ class Load:
         for channel in self._channels:
             await channel.close()
 
-    async def more_finished(self, more: int = CLIENTS) -> None:
-        """Wait until so many requests more have ended well."""
-        goal = self.tally.finished + more
+    async def more_finished(self) -> None:
+        """Wait until as many requests more have ended well as there are clients."""
+        goal = self.tally.finished + self._count
         async with asyncio.timeout(PATIENCE_S):
             while self.tally.finished < goal:
                 await asyncio.sleep(0.01)
@@ -145,9 +145,11 @@ def stopping(replicas: Sequence[Server]) -> Any:
             replica.stop(grace=30)
 
 
-async def rolling(replicas: Sequence[Server], model: str, *, rounds: int, max_tokens: int) -> Tally:
+async def rolling(
+    replicas: Sequence[Server], model: str, *, rounds: int, max_tokens: int, clients: int
+) -> Tally:
     """Restart each replica in turn, `rounds` times, while clients ask; returns what they saw."""
-    async with Load(replicas, model, max_tokens) as load:
+    async with Load(replicas, model, max_tokens, clients) as load:
         for _ in range(rounds):
             for replica in replicas:
                 await load.more_finished()

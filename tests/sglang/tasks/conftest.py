@@ -9,7 +9,7 @@ import pytest
 from tests.support.tasks.cases import Reference
 
 _JOBS = (
-    *("llama", "bert", "sentiment", "classes", "pairs"),
+    *("llama", "bert", "sentiment", "classes", "rewards", "pairs"),
     *("labels", "asked", "asked-instructed", "see-qwen"),
 )
 

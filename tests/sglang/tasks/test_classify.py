@@ -17,6 +17,7 @@ from tests.support.tasks.asking import (
     LOGITS,
     PROBABILITIES,
     RELEVANCE,
+    REWARD,
     SEQUENCE,
     TOKEN,
     close,
@@ -41,6 +42,13 @@ async def sentiment(reference: Reference) -> AsyncIterator[Wire]:
 async def classes(reference: Reference) -> AsyncIterator[Wire]:
     """A tiny Llama with three classes."""
     async with served_apart("sglang", "tiny-llama-classifier") as wire:
+        yield wire
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def judge(reference: Reference) -> AsyncIterator[Wire]:
+    """A tiny Qwen2 reward model."""
+    async with served_apart("sglang", "tiny-qwen2-reward") as wire:
         yield wire
 
 
@@ -77,6 +85,18 @@ async def test_every_meaning(sentiment: Wire, classes: Wire, reference: Referenc
                 assert close(output.scores.values, expected, 1e-3)
                 if meant == PROBABILITIES:
                     assert math.isclose(sum(output.scores.values), 1, abs_tol=1e-5)
+
+
+async def test_a_reward(judge: Wire, reference: Reference) -> None:
+    """CLS-02: the reward as the model computes it, by no squashing function, and nothing else by that name."""
+    await asking.serves_only(judge, "classify")
+    found = (await asking.model_info(judge)).tasks.classify
+    assert (list(found.granularities), list(found.semantics)) == ([SEQUENCE], [REWARD])
+    response = await patiently(asking.classify_call(judge, WORDS))
+    for output, values in zip(response.outputs, reference["rewards"], strict=True):
+        assert (output.granularity, output.semantics) == (SEQUENCE, REWARD)
+        assert list(output.scores.shape) == [1] and not output.labels
+        assert close(output.scores.values, values[-1:], 1e-3)
 
 
 async def test_inputs_that_do_not_fit(sentiment: Wire) -> None:

@@ -109,6 +109,7 @@ JOBS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "adapted": ("adapt", cpu_env.TINY_LLAMA, {"texts": WORDS}),
     "sentiment": ("classify", "tiny-bert-sentiment", {"texts": WORDS}),
     "classes": ("classify", "tiny-llama-classifier", {"texts": WORDS}),
+    "rewards": ("reward", "tiny-qwen2-reward", {"texts": WORDS}),
     "entities": ("tokens", "tiny-bert-entities", {"texts": [ENTITY_TEXT]}),
     "pairs": ("pairs", "tiny-bert-pairs", {"pairs": _PAIRS}),
     "labels": ("next_token", cpu_env.TINY_LLAMA, {"prompts": _PAIRS, "labels": LABEL_IDS}),

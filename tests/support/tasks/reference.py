@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch.nn import functional
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -60,6 +62,19 @@ def classify(model: str, texts: list[str]) -> Answer:
         _load(AutoModelForSequenceClassification, model),
     )
     return [network(**tokenizer(text, return_tensors="pt")).logits[0].tolist() for text in texts]
+
+
+def reward(model: str, texts: list[str]) -> Answer:
+    """The reward of every token, by two layers on the states of the language model."""
+    tokenizer, network = AutoTokenizer.from_pretrained(model), _load(AutoModel, model)
+    weights = load_file(Path(model) / "model.safetensors")
+    first, second = ((weights[f"score.{n}.weight"], weights[f"score.{n}.bias"]) for n in (0, 2))
+    answers = []
+    for text in texts:
+        states = network(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        values = functional.linear(functional.linear(states, *first).relu(), *second)
+        answers.append(values[:, 0].tolist())
+    return answers
 
 
 def pairs(model: str, pairs: list[list[str]]) -> Answer:
@@ -157,7 +172,9 @@ def _load(kind: Any, model: str) -> Any:
     return kind.from_pretrained(model, dtype=torch.float32).eval()
 
 
-KINDS = {job.__name__: job for job in (embed, adapt, classify, pairs, tokens, next_token, rerank, see)}
+KINDS = {
+    job.__name__: job for job in (embed, adapt, classify, reward, pairs, tokens, next_token, rerank, see)
+}
 
 
 def main(jobs: Path, answers: Path) -> None:

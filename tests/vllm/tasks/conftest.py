@@ -13,7 +13,7 @@ from tests.support.wire import Wire, serving
 from tests.vllm.conftest import vllm_engine
 
 _JOBS = (
-    *("minilm", "llama", "adapted", "sentiment", "entities"),
+    *("minilm", "llama", "adapted", "sentiment", "entities", "rewards"),
     *("pairs", "labels", "rerank", "rerank-instructed", "see"),
 )
 

@@ -16,6 +16,7 @@ from tests.support.tasks.asking import (
     LOGITS,
     PROBABILITIES,
     RELEVANCE,
+    REWARD,
     SEQUENCE,
     TOKEN,
     close,
@@ -42,6 +43,13 @@ async def sentiment(reference: Reference) -> AsyncIterator[Wire]:
 async def entities(reference: Reference) -> AsyncIterator[Wire]:
     """A tiny BERT that names each token's entity."""
     async with served("tiny-bert-entities", "--max-model-len", "512") as wire:
+        yield wire
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def judge(reference: Reference) -> AsyncIterator[Wire]:
+    """A tiny Qwen2 reward model."""
+    async with served("tiny-qwen2-reward") as wire:
         yield wire
 
 
@@ -97,6 +105,22 @@ async def test_tokens_of_a_sequence_classifier(sentiment: Wire) -> None:
     assert list(output.scores.shape) == [len(output.token_ids), 3]
     for row in rows(output.scores):
         assert math.isclose(sum(row), 1, abs_tol=1e-5)
+
+
+async def test_a_reward_of_the_whole_and_of_every_token(judge: Wire, reference: Reference) -> None:
+    """CLS-01, CLS-02: the reward as the model computes it, by no squashing function; the last token's for the whole."""
+    await asking.serves_only(judge, "classify")
+    found = (await asking.model_info(judge)).tasks.classify
+    assert (list(found.granularities), list(found.semantics)) == ([SEQUENCE, TOKEN], [REWARD])
+    whole = await patiently(asking.classify_call(judge, WORDS))
+    every = await patiently(asking.classify_call(judge, WORDS, granularity=TOKEN))
+    for one, tokens, values in zip(whole.outputs, every.outputs, reference["rewards"], strict=True):
+        assert (one.granularity, one.semantics) == (SEQUENCE, REWARD)
+        assert list(one.scores.shape) == [1] and not one.labels
+        assert close(one.scores.values, values[-1:])
+        assert (tokens.granularity, tokens.semantics) == (TOKEN, REWARD)
+        assert list(tokens.scores.shape) == [len(tokens.token_ids), 1]
+        assert close(tokens.scores.values, values)
 
 
 async def test_inputs_that_do_not_fit(sentiment: Wire) -> None:

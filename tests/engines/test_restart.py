@@ -1,0 +1,27 @@
+"""A rolling restart of two real servers under load: nothing accepted is lost, and nobody sees a reset."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import cpu_env, restarts
+from tests.support.server import Server
+
+CLIENTS = 4
+"""More would take both cores of a small machine from the replica that starts."""
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_a_rolling_restart_under_load_loses_no_accepted_request(engine: str) -> None:
+    """DRAIN-02, DRAIN-05, GEN-05: each replica ends with status 0, and every answer that began is whole."""
+    flags = cpu_env.flags(engine, cpu_env.TINY_LLAMA)
+    replicas = [Server(engine, flags, cpu_env.env(engine)) for _ in range(2)]
+    with restarts.stopping(replicas):
+        for replica in replicas:
+            replica.start()
+            replica.wait_ready()
+        tally = await restarts.rolling(
+            replicas, cpu_env.TINY_LLAMA, rounds=1, max_tokens=100, clients=CLIENTS
+        )
+    assert not tally.lost, tally
+    assert tally.finished > CLIENTS and tally.refused.total() > 0
