@@ -487,8 +487,12 @@ class HostsLora(Protocol):
         """Check the adapter's files against the model and load it. Raises `Rejected`, leaving nothing behind."""
         ...
 
+    async def lora_unused(self, lora: Lora) -> None:
+        """Return once no KV session needs the adapter any more; their calls are over, so that the core can't tell."""
+        ...
+
     async def unload_lora(self, lora: Lora) -> None:
-        """Free the adapter in the engine; no request uses it any more."""
+        """Free the adapter in the engine; nothing uses it any more."""
         ...
 
 

@@ -119,13 +119,13 @@ class LoraRegistry:
         patience = None if timeout is None else max(timeout - ANSWER_S, timeout / 2)
         try:
             async with asyncio.timeout(patience):
-                entry = await self._claim_unused(name)
+                entry = await self._claim_unused(host, name)
         except TimeoutError:
             raise self._busy(name) from None
         await self._to_the_end(self._unload(host, entry))
         return entry.lora
 
-    async def _claim_unused(self, name: str) -> _Entry:
+    async def _claim_unused(self, host: HostsLora, name: str) -> _Entry:
         """Close the adapter to requests and wait for those that hold it; gives up without a trace."""
         while (entry := self._entries.get(name)) is not None and not entry.settled.is_set():
             await entry.settled.wait()
@@ -134,6 +134,7 @@ class LoraRegistry:
         entry.settled.clear()
         try:
             await entry.unused.wait()
+            await host.lora_unused(entry.lora)
         except BaseException:
             entry.settled.set()
             raise
@@ -181,7 +182,7 @@ class LoraRegistry:
             grpc.StatusCode.FAILED_PRECONDITION,
             f"{users} requests still use {name!r}; wait for them, or abort them"
             if users
-            else f"another change of {name!r} is still going on; try again",
+            else f"another change of {name!r} is still going on, or an open KV session uses it; try again",
             field="lora_name",
             value=name,
         )

@@ -248,6 +248,9 @@ class ReferenceEngine:
         """Read an adapter. Raises `Rejected`."""
         self._loras[lora.name] = read_adapter(lora)
 
+    async def lora_unused(self, lora: Lora) -> None:
+        """Sessions hold no adapter here."""
+
     async def unload_lora(self, lora: Lora) -> None:
         """Forget an adapter, and what it cached."""
         digest = self._loras.pop(lora.name).digest

@@ -35,6 +35,7 @@ from openengine_adapters.engine import (
     FinishKind,
     GenerateCall,
     KvConnector,
+    Lora,
     StartupError,
     Step,
 )
@@ -105,7 +106,7 @@ class Prefills(PrefillSide[_Leg]):
         self._backend = args.disaggregation_transfer_backend
         self._bootstrap = (wanted.host, int(args.disaggregation_bootstrap_port))
         self._ranks = int(args.dp_size)
-        self._owners: set[asyncio.Task[None]] = set()
+        self._owners: dict[asyncio.Task[None], Lora | None] = {}
 
     async def describe(self, description: EngineDescription) -> EngineDescription:
         """Open the desk, and describe the engine in its role. Raises `StartupError`."""
@@ -164,8 +165,8 @@ class Prefills(PrefillSide[_Leg]):
         content = content_digest(prompt_ids, call.lora, call.media)
         self.sessions.open(session.session_id, checksum(session, content), call.id, leg)
         leg.owner = asyncio.create_task(self._own(session.session_id, sequences), name="sglang-prefill")
-        self._owners.add(leg.owner)
-        leg.owner.add_done_callback(self._owners.discard)
+        self._owners[leg.owner] = call.lora
+        leg.owner.add_done_callback(self._owners.pop)
         return Step(prompt_tokens=len(prompt_ids), session=session)
 
     async def _own(self, session_id: str, sequences: Sequences) -> None:
@@ -182,6 +183,11 @@ class Prefills(PrefillSide[_Leg]):
             log.warning("SGLang failed a prefill after its session was given out", exc_info=True)
         finally:
             self.sessions.end(session_id, how)
+
+    async def without(self, lora: Lora) -> None:
+        """Wait for the requests that live on with the adapter: SGLang itself would, and hold up all other changes."""
+        while using := [owner for owner, its in self._owners.items() if its == lora]:
+            await asyncio.wait(using)
 
     async def free(self, leg: _Leg, how: End) -> None:
         """Have SGLang end the request, unless it did that itself."""

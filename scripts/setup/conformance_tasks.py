@@ -11,7 +11,6 @@ The kinds with "few" stand for all others, because they share most with them: `f
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.setup.build_task_models import MINILM
 from tests.support import cpu_env
-from tests.support.server import REPOSITORY, ServerFailed, executable, serving
+from tests.support.server import ServerFailed, executable, serving
 from tests.support.tasks.cases import QWEN_PLACE, QWEN_VL, RERANKER_TEMPLATE, SCORE_TEMPLATE
 
 _POOLING: Final = ("--runner", "pooling")
@@ -82,11 +81,7 @@ KINDS: Final = {
 def run(name: str, options: list[str]) -> int:
     """Serve one kind, run the suite on it, and return the suite's exit status."""
     kind, engine = KINDS[name], name.partition(":")[0]
-    env: dict[str, str] = {}
-    if kind.sees:
-        # torchvision can be imported behind its stand-in only (scripts/setup/venv.sh).
-        vision = REPOSITORY / ".venv" / "vllm" / "vision"
-        env["PYTHONPATH"] = os.pathsep.join([str(cpu_env.SGLANG_STAND_INS), str(vision)])
+    env = cpu_env.vision_env() if kind.sees else {}
     flags = list(kind.flags)
     print(f"== {name}: {kind.model} {' '.join(flags)}", flush=True)
     with tempfile.NamedTemporaryFile("w", suffix=".jinja", encoding="utf-8") as template:

@@ -120,6 +120,8 @@ class TaskEngine(FakeEngine):
     async def load_lora(self, lora: Lora) -> None:
         self.loras.append(lora)
 
+    async def lora_unused(self, lora: Lora) -> None: ...
+
     async def unload_lora(self, lora: Lora) -> None:
         self.loras.remove(lora)
 

@@ -31,6 +31,8 @@ class LoraEngine(FakeEngine):
         self.log: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
+        self.unused = asyncio.Event()
+        self.unused.set()
 
     def static_loras(self) -> tuple[Lora, ...]:
         return self.static
@@ -39,6 +41,9 @@ class LoraEngine(FakeEngine):
         await self._change(f"load {lora.name}")
         assert lora.id not in self.held
         self.held[lora.id] = lora
+
+    async def lora_unused(self, lora: Lora) -> None:
+        await self.unused.wait()
 
     async def unload_lora(self, lora: Lora) -> None:
         await self._change(f"unload {lora.name}")
@@ -249,6 +254,21 @@ async def test_unload_is_refused_before_its_deadline_and_the_adapter_stays(
     for call in (user, another):
         call.cancel()
     await within(adapters.unload("n1"))
+    assert await adapters.agreed() == []
+
+
+async def test_unload_waits_for_what_the_engine_still_does_with_the_adapter(adapters: Adapters) -> None:
+    """LORA-09: a KV session whose call is over is none of the core's users."""
+    await within(adapters.load(adapters.adapter(1)))
+    adapters.engine.unused.clear()
+    code, message = await adapters.served.refused(adapters.unload("n1", timeout=0.1))
+    assert (code, "an open KV session" in message) == (Code.FAILED_PRECONDITION, True)
+    assert await adapters.agreed() == ["n1"]
+    unloading = asyncio.ensure_future(adapters.unload("n1"))
+    await until(lambda: not adapters.served.servicer._loras._entries["n1"].settled.is_set())
+    assert adapters.engine.log == ["load n1"]
+    adapters.engine.unused.set()
+    await within(unloading)
     assert await adapters.agreed() == []
 
 

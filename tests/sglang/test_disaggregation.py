@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from openengine.v1 import (
     generate_pb2,
     kv_pb2,
     lifecycle_pb2,
+    lora_pb2,
 )
 from openengine_adapters.core.errors import Rejected
 from openengine_adapters.core.handoff.parameters import to_struct
@@ -158,6 +160,21 @@ class TestLora:
         assert code is Code.INVALID_ARGUMENT
         assert message.startswith("kv.session: ")
         assert (await pair.decoded(session, lora_name="mine")).first.ids
+
+    async def test_an_adapter_is_unloaded_once_its_session_is_over(self, pair: Pair) -> None:
+        """LORA-09: refused while it is open, other changes go on, and then it waits no longer."""
+        session = await pair.session(lora_name="mine")
+        unload = lora_pb2.UnloadLoraRequest(lora_name="mine")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pair.prefill.stub.UnloadLora(unload, timeout=1)
+        assert refused.value.code() is Code.FAILED_PRECONDITION
+        await lora.load(pair.prefill, lora.adapter(2, "other", cpu_env.model(cpu_env.LORA_EVERYWHERE)))
+        async with asyncio.TaskGroup() as tasks:
+            unloading = tasks.create_task(lora.unload(pair.prefill, "mine"))
+            assert (await pair.decoded(session, lora_name="mine")).first.ids
+            await unloading
+        assert await lora.listed(pair.prefill) == ["other"]
+        await pair.until_free()
 
 
 @pytest.mark.asyncio(loop_scope="session")

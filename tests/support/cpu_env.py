@@ -136,6 +136,12 @@ def lora_flags(engine: str) -> list[str]:
     ]
 
 
+def vision_env() -> dict[str, str]:
+    """What a vLLM server with a model that sees needs besides: torchvision, which needs its stand-in (venv.sh)."""
+    vision = SGLANG_STAND_INS.parents[2] / ".venv" / "vllm" / "vision"
+    return {"PYTHONPATH": os.pathsep.join([str(SGLANG_STAND_INS), str(vision)])}
+
+
 def nixl_env() -> dict[str, str]:
     """What vLLM's prefill and decode servers need besides: NIXL's threads, which must not take a core each."""
     return {

@@ -10,7 +10,7 @@ from openengine_adapters.core.handoff.decoding import Decoding
 from openengine_adapters.core.handoff.desk import SessionDesk
 from openengine_adapters.core.handoff.roles import HandOffWanted
 from openengine_adapters.core.handoff.sessions import End, SessionTable
-from openengine_adapters.engine import StartupError
+from openengine_adapters.engine import Lora, StartupError
 
 Held = TypeVar("Held")
 
@@ -56,6 +56,9 @@ class PrefillSide(abc.ABC, Generic[Held]):
         """Have the engine keep what a session needs while a decode server is attached; False when that is gone."""
         return True
 
+    async def without(self, lora: Lora) -> None:
+        """Return once no session needs the adapter; one that only holds blocks needs none."""
+
     @abc.abstractmethod
     async def free(self, held: Held, how: End) -> None:
         """Have the engine free what an ended session held."""
@@ -92,6 +95,11 @@ class Sessions:
         """End every session that no decode server is attached to."""
         if isinstance(self._hand_off, PrefillSide):
             self._hand_off.sessions.end_all()
+
+    async def lora_unused(self, lora: Lora) -> None:
+        """Return once no session needs the adapter."""
+        if isinstance(self._hand_off, PrefillSide):
+            await self._hand_off.without(lora)
 
     def open_sessions(self) -> int:
         """Sessions that no decode server is done with yet."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.support import cpu_env
-from tests.support.server import REPOSITORY
 from tests.support.tasks import looking
 from tests.support.tasks.apart import served_apart
 from tests.support.tasks.cases import SEEING_PROMPT, Reference
@@ -16,12 +14,7 @@ from tests.support.tasks.looking import Sight
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# torchvision can be imported behind its stand-in only (scripts/setup/venv.sh).
-VISION = {
-    "PYTHONPATH": os.pathsep.join(
-        [str(cpu_env.SGLANG_STAND_INS), str(REPOSITORY / ".venv" / "vllm" / "vision")]
-    )
-}
+VISION = cpu_env.vision_env()
 
 
 async def test_generate(reference: Reference, tmp_path: Path) -> None:
