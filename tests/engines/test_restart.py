@@ -7,7 +7,7 @@ import pytest
 from tests.support import cpu_env, restarts
 from tests.support.server import Server
 
-CLIENTS = 4
+CLIENTS, PAUSE_S = 4, 0.5
 """More would take both cores of a small machine from the replica that starts."""
 
 
@@ -20,8 +20,9 @@ async def test_a_rolling_restart_under_load_loses_no_accepted_request(engine: st
         for replica in replicas:
             replica.start()
             replica.wait_ready()
+        model = str(cpu_env.model(cpu_env.TINY_LLAMA))
         tally = await restarts.rolling(
-            replicas, cpu_env.TINY_LLAMA, rounds=1, max_tokens=100, clients=CLIENTS
+            replicas, model, rounds=1, max_tokens=300, clients=CLIENTS, pause=PAUSE_S
         )
     assert not tally.lost, tally
     assert tally.finished > CLIENTS and tally.refused.total() > 0

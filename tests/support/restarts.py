@@ -48,9 +48,12 @@ class Tally:
 class Load:
     """Clients that ask one replica and, when it refuses, the other, until they are stopped."""
 
-    def __init__(self, replicas: Sequence[Server], model: str, max_tokens: int, clients: int) -> None:
+    def __init__(
+        self, replicas: Sequence[Server], model: str, max_tokens: int, clients: int, pause: float
+    ) -> None:
         self.tally = Tally()
         self._count = clients
+        self._pause = pause
         self._model = model
         self._max_tokens = max_tokens
         self._replicas = replicas
@@ -77,6 +80,7 @@ class Load:
         goal = self.tally.finished + self._count
         async with asyncio.timeout(PATIENCE_S):
             while self.tally.finished < goal:
+                assert not self.tally.lost, self.tally
                 await asyncio.sleep(0.01)
 
     async def _client(self, number: int) -> None:
@@ -88,6 +92,7 @@ class Load:
                 if await self._ask(self._stubs[attempt % len(self._stubs)], tokens):
                     break
                 await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._pause)
 
     async def _ask(self, stub: Any, tokens: int) -> bool:
         """One request; False when it was refused, so that it is asked again elsewhere."""
@@ -146,10 +151,19 @@ def stopping(replicas: Sequence[Server]) -> Any:
 
 
 async def rolling(
-    replicas: Sequence[Server], model: str, *, rounds: int, max_tokens: int, clients: int
+    replicas: Sequence[Server],
+    model: str,
+    *,
+    rounds: int,
+    max_tokens: int,
+    clients: int,
+    pause: float = 0,
 ) -> Tally:
-    """Restart each replica in turn, `rounds` times, while clients ask; returns what they saw."""
-    async with Load(replicas, model, max_tokens, clients) as load:
+    """Restart each replica in turn, `rounds` times, while clients ask; returns what they saw.
+
+    Each client waits `pause` seconds between its requests.
+    """
+    async with Load(replicas, model, max_tokens, clients, pause) as load:
         for _ in range(rounds):
             for replica in replicas:
                 await load.more_finished()
