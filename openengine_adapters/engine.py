@@ -52,7 +52,6 @@ class GenerationSupport:
     max_num_sequences: int = 1
     greedy_sequences: bool = True  # num_sequences > 1 with temperature 0 (SAMP-05)
     temperature_range: tuple[float, float] = (0.0, float("inf"))  # for a temperature that is not 0
-    max_stop_conditions: int | None = None
     seed: bool = True
     priority: bool = False
     stop_in_output: bool = True
@@ -350,7 +349,6 @@ class KvEventPublisher:
     buffer_steps: int | None = None
     hwm: int | None = None
     max_queue_size: int | None = None
-    block_size: int | None = None
     every_interface: bool = False
 
 

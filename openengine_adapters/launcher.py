@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_STARTUP = 1
-EXIT_USAGE = 2
 EXIT_DIED = 3
 
 CLOSE_GRACE_S = 2.0

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 
-FIELDS = ("rpc", "request_id", "code", "field", "seconds", "tokens", "error_id")
+FIELDS = ("rpc", "request_id", "code", "field", "metadata", "error_id")
 """The names that `extra` may use; others, which engines add to every record, are left out."""
 
 

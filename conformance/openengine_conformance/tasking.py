@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openengine.v1 import inputs_pb2, tasks_pb2
-from openengine_conformance.checks import Refused, expect, expect_equal, skip
+from openengine_conformance.checks import Refused, expect, expect_equal
 from openengine_conformance.context import Context, UnaryRpc
 from openengine_conformance.offer import Offer
 
@@ -106,14 +106,6 @@ async def choose_scoring(ctx: Context, request: tasks_pb2.ScoreRequest) -> None:
         and not request.options.label_token_ids
     ):
         request.options.label_token_ids.extend([40, 41])
-
-
-async def require_native_scores(ctx: Context) -> None:
-    """Skip when the model scores label tokens only."""
-    probe = _score(ctx, items(ctx, 1))
-    await choose_scoring(ctx, probe)
-    if probe.options.label_token_ids:
-        skip("the model scores label tokens only")
 
 
 def tensors(answer: Any) -> list[tasks_pb2.DenseFloatTensor | tasks_pb2.SparseFloatTensor]:

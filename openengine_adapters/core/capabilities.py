@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from openengine.v1 import discovery_pb2, kv_pb2, model_pb2
+from openengine.v1 import discovery_pb2, kv_pb2, model_pb2, tasks_pb2
 from openengine_adapters.core.validation import GUIDE_MODES
 from openengine_adapters.engine import EngineDescription, GenerationSupport, LogprobSupport, TaskSupport
 
@@ -83,10 +83,11 @@ def model_info(description: EngineDescription) -> model_pb2.ModelInfo:
         served_model_name=description.served_model_name,
         served_model_aliases=description.served_model_aliases,
         tokenizer_modes=description.tokenizer_modes,
-        supports_text_input=generation is None or generation.text_input,
-        supports_token_ids_input=generation is None or generation.token_ids_input,
+        supports_text_input=_takes(description, tasks_pb2.TASK_INPUT_TYPE_TEXT),
+        supports_token_ids_input=_takes(description, tasks_pb2.TASK_INPUT_TYPE_TOKEN_IDS),
         supports_lora=description.lora,
-        supports_multimodal=generation is not None and bool(generation.modalities),
+        supports_multimodal=bool(generation and generation.modalities)
+        or any(support.modalities for support in _served_tasks(description)),
         reasoning_parser=description.reasoning_parser,
         tool_call_parser=description.tool_call_parser,
         tasks=_tasks(description),
@@ -103,6 +104,19 @@ def model_info(description: EngineDescription) -> model_pb2.ModelInfo:
     if generation is not None:
         info.generation.CopyFrom(_generation(generation))
     return info
+
+
+def _served_tasks(description: EngineDescription) -> list[TaskSupport]:
+    tasks = (description.embed, description.classify, description.score)
+    return [support for support in tasks if support is not None]
+
+
+def _takes(description: EngineDescription, kind: tasks_pb2.TaskInputType.ValueType) -> bool:
+    """Whether any RPC that the model is served by takes inputs of this kind."""
+    if (generation := description.generation) is not None:
+        text = kind == tasks_pb2.TASK_INPUT_TYPE_TEXT
+        return generation.text_input if text else generation.token_ids_input
+    return any(kind in support.input_types for support in _served_tasks(description))
 
 
 def _generation(support: GenerationSupport) -> model_pb2.GenerationCapabilities:

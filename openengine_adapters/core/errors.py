@@ -6,12 +6,16 @@ acceptance and becomes the one terminal `EngineError` of its stream.
 
 from __future__ import annotations
 
+import logging
+import uuid
 from typing import Any
 
 import grpc
 from google.protobuf import struct_pb2
 
 from openengine.v1 import errors_pb2
+
+log = logging.getLogger(__name__)
 
 Code = errors_pb2.ErrorCode
 
@@ -115,3 +119,10 @@ def _struct(values: dict[str, Any]) -> struct_pb2.Struct:
     struct = struct_pb2.Struct()
     struct.update(plain)
     return struct
+
+
+def unexpected(what: str) -> EngineFailure:
+    """Log the exception that is being handled under an id, and return what the caller is told of it (ERR-06)."""
+    error_id = uuid.uuid4().hex[:12]
+    log.exception("%s failed unexpectedly", what, extra={"error_id": error_id})
+    return EngineFailure(f"an unexpected error; the server's log has it under id {error_id}")

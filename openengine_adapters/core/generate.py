@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Mapping
 import grpc
 
 from openengine.v1 import discovery_pb2, generate_pb2
-from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected
+from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected, unexpected
 from openengine_adapters.core.lora import LoraRegistry
 from openengine_adapters.core.media import MediaLoader
 from openengine_adapters.core.requests import ActiveRequest, RequestTable
@@ -60,7 +60,7 @@ async def _serve(
     request: generate_pb2.GenerateRequest,
     context: GenerateContext,
 ) -> None:
-    with requests.claim(request.request_id, "Generate") as active:
+    with requests.claim(request.request_id) as active:
         async with loras.use(request.lora_name) as lora:
             call = _call(active, request, lora, context)
             responder = _Responder(engine, description, requests, request, active, context)
@@ -180,6 +180,8 @@ class _Responder:
             last = responses.fail(failure)
         except Rejected as late:
             last = responses.fail(late.as_failure())
+        except Exception:
+            last = responses.fail(unexpected("Generate"))
         except asyncio.CancelledError:
             failure_outside = self._active.failure
             if failure_outside is None:

@@ -16,7 +16,11 @@ from openengine_adapters.engine import Engine, EngineDescription, GenerateCall, 
 
 log = logging.getLogger(__name__)
 
+PROBE = "inference_probe"
 PROBE_TIMEOUT_S = 30.0
+
+ANSWER_S = 1.0
+"""Seconds before the caller's deadline at which it is answered without the probe."""
 
 _STATES = {
     Phase.STARTING: lifecycle_pb2.HEALTH_STATE_STARTING,
@@ -36,9 +40,15 @@ class Health:
         self._probe: asyncio.Task[lifecycle_pb2.HealthCheck] | None = None
 
     async def answer(
-        self, request: lifecycle_pb2.HealthRequest, description: EngineDescription | None
+        self,
+        request: lifecycle_pb2.HealthRequest,
+        description: EngineDescription | None,
+        remaining: float | None = None,
     ) -> lifecycle_pb2.HealthResponse:
-        """Answer at once without the probe, within its time limit with it. Raises `Rejected` NOT_FOUND."""
+        """Answer at once without the probe, within its time limit with it, or the `remaining` seconds of the caller.
+
+        Raises `Rejected` NOT_FOUND.
+        """
         state = _STATES[self._lifecycle.phase]
         checks = [
             lifecycle_pb2.HealthCheck(name="grpc", state=lifecycle_pb2.HEALTH_STATE_READY),
@@ -53,7 +63,7 @@ class Health:
             if request.role != discovery_pb2.ENGINE_ROLE_UNSPECIFIED:
                 checks.append(_role_check(request.role, description))
             if request.include_inference_probe and self._lifecycle.phase is not Phase.DEAD:
-                checks.append(await self._shared_probe(description))
+                checks.append(await self._shared_probe(description, remaining))
         worst = [c.state for c in checks if c.state == lifecycle_pb2.HEALTH_STATE_NOT_READY]
         return lifecycle_pb2.HealthResponse(state=worst[0] if worst else state, checks=checks)
 
@@ -62,16 +72,21 @@ class Health:
             return str(self._lifecycle.died)
         return str(self._lifecycle.phase.value)
 
-    async def _shared_probe(self, description: EngineDescription) -> lifecycle_pb2.HealthCheck:
+    async def _shared_probe(
+        self, description: EngineDescription, remaining: float | None
+    ) -> lifecycle_pb2.HealthCheck:
         if self._probe is None or self._probe.done():
             self._probe = asyncio.get_running_loop().create_task(
                 self._run_probe(description), name="health-probe"
             )
-        # Shielded: a caller that gives up must not end the probe for the others.
-        return await asyncio.shield(self._probe)
+        # The answer needs its share of a short deadline as well.
+        patience = None if remaining is None else max(remaining - ANSWER_S, remaining / 2)
+        # Left running: a caller that gives up must not end the probe for the others.
+        done, _ = await asyncio.wait({self._probe}, timeout=patience)
+        return self._probe.result() if done else _no_answer(patience or 0)
 
     async def _run_probe(self, description: EngineDescription) -> lifecycle_pb2.HealthCheck:
-        check = lifecycle_pb2.HealthCheck(name="inference_probe", state=lifecycle_pb2.HEALTH_STATE_NOT_READY)
+        check = lifecycle_pb2.HealthCheck(name=PROBE, state=lifecycle_pb2.HEALTH_STATE_NOT_READY)
         try:
             async with asyncio.timeout(self._timeout_s):
                 if not await self._infer(description):
@@ -79,7 +94,7 @@ class Health:
                         "this role or model has no minimal inference; the engine answers its own check"
                     )
         except TimeoutError:
-            check.message = f"no answer within {self._timeout_s:g} s"
+            return _no_answer(self._timeout_s)
         except (EngineFailure, Rejected) as failure:
             check.message = str(failure)
         else:
@@ -125,4 +140,10 @@ def _role_check(role: int, description: EngineDescription) -> lifecycle_pb2.Heal
         state=lifecycle_pb2.HEALTH_STATE_NOT_READY,
         message=f"asked for {discovery_pb2.EngineRole.Name(discovery_pb2.EngineRole.ValueType(role))}, "
         f"this server is {discovery_pb2.EngineRole.Name(description.role)}",
+    )
+
+
+def _no_answer(seconds: float) -> lifecycle_pb2.HealthCheck:
+    return lifecycle_pb2.HealthCheck(
+        name=PROBE, state=lifecycle_pb2.HEALTH_STATE_NOT_READY, message=f"no answer within {seconds:.3g} s"
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
@@ -49,21 +48,15 @@ class ActiveRequest:
         "aborted",
         "call_id",
         "failure",
-        "kind",
         "request_id",
-        "started",
         "unary",
         "writing_since",
     )
 
-    def __init__(
-        self, request_id: str, kind: str, task: asyncio.Task[Any] | None, *, unary: bool = False
-    ) -> None:
+    def __init__(self, request_id: str, task: asyncio.Task[Any] | None, *, unary: bool = False) -> None:
         self.request_id = request_id
-        self.kind = kind
         self.unary = unary
         self.call_id = uuid.uuid4().hex
-        self.started = time.monotonic()
         self.aborted = False
         self.failure: EngineFailure | None = None
         self.writing_since: float | None = None
@@ -117,7 +110,7 @@ class RequestTable:
         return iter(list(self._active.values()))
 
     @contextlib.contextmanager
-    def claim(self, request_id: str, kind: str, *, unary: bool = False) -> Iterator[ActiveRequest]:
+    def claim(self, request_id: str, *, unary: bool = False) -> Iterator[ActiveRequest]:
         """Hold `request_id` for the calling task. Raises `Rejected` ALREADY_EXISTS (GEN-04, TASK-07)."""
         if request_id in self._active:
             raise Rejected(
@@ -126,7 +119,7 @@ class RequestTable:
                 field="context.request_id" if unary else "request_id",
                 value=request_id,
             )
-        request = ActiveRequest(request_id, kind, asyncio.current_task(), unary=unary)
+        request = ActiveRequest(request_id, asyncio.current_task(), unary=unary)
         self._active[request_id] = request
         self._ended.pop(request_id, None)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -25,8 +24,8 @@ from openengine.v1 import (
 from openengine_adapters.core import capabilities, load, runtime_events, subscriptions, validation
 from openengine_adapters.core.calls import OpenCalls
 from openengine_adapters.core.drain import Drains
-from openengine_adapters.core.errors import EngineFailure, Rejected, invalid
-from openengine_adapters.core.generate import run_generate, trace_headers
+from openengine_adapters.core.errors import EngineFailure, Rejected, invalid, unexpected
+from openengine_adapters.core.generate import TRACE_KEYS, run_generate, trace_headers
 from openengine_adapters.core.health import Health
 from openengine_adapters.core.kv import messages
 from openengine_adapters.core.kv.discovery import Reachable
@@ -52,6 +51,9 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
+MOST_METADATA = 256
+"""Characters of a request's metadata in a log line."""
+
 _ABORT_STATUS = {
     AbortOutcome.ABORTED: lifecycle_pb2.ABORT_STATUS_ABORTED,
     AbortOutcome.ALREADY_FINISHED: lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED,
@@ -71,7 +73,7 @@ def rpc(handler: Handler) -> Handler:
                 "rejected",
                 extra={
                     "rpc": handler.__name__,
-                    "request_id": getattr(request, "request_id", ""),
+                    **_named(request),
                     "code": rejected.code.name,
                     "field": rejected.field,
                 },
@@ -82,13 +84,18 @@ def rpc(handler: Handler) -> Handler:
         except EngineFailure as failure:
             await context.abort(grpc.StatusCode.INTERNAL, str(failure))
         except Exception:
-            error_id = uuid.uuid4().hex[:12]
-            log.exception("%s failed unexpectedly, error id %s", handler.__name__, error_id)
-            await context.abort(
-                grpc.StatusCode.INTERNAL, f"an unexpected error; the server's log has it under id {error_id}"
-            )
+            await context.abort(grpc.StatusCode.INTERNAL, str(unexpected(handler.__name__)))
 
     return guarded  # type: ignore[return-value]  # the same signature
+
+
+def _named(request: Any) -> dict[str, str]:
+    """The request's id, and the metadata that the caller sent for logs (GEN-07): as data, and no more than a line."""
+    named = getattr(request, "context", request)  # where Embed, Classify and Score have both
+    pairs = sorted(getattr(named, "metadata", {}).items())
+    carried = " ".join(f"{key}={value}" for key, value in pairs if key not in TRACE_KEYS)
+    found = {"request_id": getattr(named, "request_id", "")}
+    return found | ({"metadata": carried[:MOST_METADATA]} if carried else {})
 
 
 class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
@@ -207,7 +214,7 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
     async def Health(
         self, request: lifecycle_pb2.HealthRequest, context: Context
     ) -> lifecycle_pb2.HealthResponse:
-        return await self._health.answer(request, self.description)
+        return await self._health.answer(request, self.description, context.time_remaining())
 
     @rpc
     async def Abort(
@@ -235,9 +242,9 @@ class OpenEngineServicer(service_pb2_grpc.OpenEngineServicer):
         self, request: lifecycle_pb2.DrainRequest, context: Context
     ) -> None:
         self.lifecycle.require_started()
-        await context.send_initial_metadata(())
-        async for response in self.drains.run(request):
-            await context.write(response)
+        await subscriptions.serve(
+            self.drains.run(request), lambda error: lifecycle_pb2.DrainResponse(error=error), context
+        )
 
     # ------------------------------------------------------------------------------------------------ LoRA
 

@@ -161,7 +161,11 @@ class StopFilter:
         return self._release(delta, count, max(0, boundary - self._released))
 
     def _release_before_match(self, delta: Delta, stop: str) -> Delta:
-        match = self._held.find(stop)
+        # The stop ends within the last token; one before that was let pass for `min_tokens`.
+        last = self._records[-1].start - self._released if self._records else 0
+        match = self._held.find(stop, max(0, last - len(stop) + 1))
+        if match < 0:
+            match = self._held.find(stop)
         if match < 0:
             return self._release(delta, len(self._records), len(self._held))
         cut = self._released + match

@@ -1,4 +1,4 @@
-"""How a subscription is answered, whatever it is about: accept, stream, and end with one EngineError (RTE-03)."""
+"""How a stream of events is answered, whatever it is about: accept, send, and end with one EngineError (RTE-03)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from openengine.v1 import errors_pb2
-from openengine_adapters.core.errors import EngineFailure
+from openengine_adapters.core.errors import EngineFailure, unexpected
 
 Response = TypeVar("Response")
 
@@ -32,3 +32,5 @@ async def serve(
                 await context.write(response)
         except EngineFailure as failure:
             await context.write(error(failure.to_proto()))
+        except Exception:
+            await context.write(error(unexpected("a stream").to_proto()))

@@ -144,7 +144,7 @@ class Tasks:
         self, context: tasks_pb2.TaskRequestContext, task: str, trace_headers: Mapping[str, str]
     ) -> AsyncIterator[tuple[TaskCall, RequestMedia]]:
         """Hold id and adapter for one call, and turn every end but success into `Rejected`."""
-        with self._requests.claim(context.request_id, task, unary=True) as active:
+        with self._requests.claim(context.request_id, unary=True) as active:
             try:
                 async with self._loras.use(context.lora_name) as lora:
                     call = TaskCall(

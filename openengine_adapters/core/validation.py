@@ -237,14 +237,6 @@ def _check_stopping(
             limit=longest,
             value=stopping.min_tokens,
         )
-    most = support.max_stop_conditions
-    if most is not None and len(stopping.conditions) > most:
-        raise invalid(
-            "stopping.conditions",
-            f"{len(stopping.conditions)} conditions are more than the {most} this server takes",
-            limit=most,
-            value=len(stopping.conditions),
-        )
     for position, condition in enumerate(stopping.conditions):
         field = f"stopping.conditions[{position}]"
         kind = condition.WhichOneof("condition")

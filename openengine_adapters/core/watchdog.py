@@ -38,7 +38,11 @@ class Watchdog:
         """Watch until cancelled or until the engine is dead."""
         loop = asyncio.get_running_loop()
         while self._lifecycle.died is None:
-            self._look(loop.time())
+            try:
+                self._look(loop.time())
+            except Exception:
+                # Whatever the engine's innards say now, its death must still be seen later.
+                log.exception("the watchdog could not look")
             await asyncio.sleep(self._limits.period_s)
 
     def _look(self, now: float) -> None:

@@ -80,10 +80,6 @@ class BlockCache:
         """Blocks that a request or session uses; what is only cached does not count."""
         return len(self._blocks) - len(self._unused) + self._partial
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens need."""
-        return -(-tokens // self.block_size)
-
     def lease(self, blocks: int, namespace: Namespace) -> Lease | None:
         """Set `blocks` aside for one request, or return None when they are not free now."""
         if self.reserved + blocks > self.total:

@@ -52,7 +52,6 @@ class Publisher:
             buffer_steps=self._kept.maxlen,
             hwm=HWM,
             max_queue_size=HWM,
-            block_size=self._block_size,
             every_interface=self._every_interface,
         )
 

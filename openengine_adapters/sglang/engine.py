@@ -427,9 +427,7 @@ class SglangEngine(Sessions):
     def kv_event_publishers(self) -> Sequence[KvEventPublisher]:
         """What SGLang's schedulers have bound; none while KV events are off."""
         assert self._description is not None
-        return self._kv_events.publishers(
-            self._description.parallelism.ranks, self._description.kv_block_size
-        )
+        return self._kv_events.publishers(self._description.parallelism.ranks)
 
     def observe(self, sink: Callable[[RuntimeEvent], None] | None) -> None:
         """Tell `sink` of what the schedulers do from now on."""

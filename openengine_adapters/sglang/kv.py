@@ -46,7 +46,7 @@ class KvEvents:
             log.warning("--kv-events-config has no replay_endpoint: a lost KV event cannot be repaired")
         return given
 
-    def publishers(self, ranks: Iterable[int], block_size: int | None) -> list[KvEventPublisher]:
+    def publishers(self, ranks: Iterable[int]) -> list[KvEventPublisher]:
         """What SGLang has bound, by rank; its schedulers would not be up without."""
         config = self._config
         if config is None or config.publisher != "zmq":
@@ -61,7 +61,6 @@ class KvEvents:
                 buffer_steps=config.buffer_steps,
                 hwm=config.hwm,
                 max_queue_size=config.max_queue_size,
-                block_size=block_size,
                 every_interface=is_wildcard(config.endpoint),
             )
             for rank in ranks

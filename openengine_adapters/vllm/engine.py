@@ -377,8 +377,7 @@ class VllmEngine(Sessions):
 
     def kv_event_publishers(self) -> Sequence[KvEventPublisher]:
         """What vLLM's schedulers have bound; none while KV events are off."""
-        llm = self.llm
-        return kv.publishers(llm.get_kv_event_sources(), llm.vllm_config)
+        return kv.publishers(self.llm.get_kv_event_sources())
 
     def observe(self, sink: Callable[[RuntimeEvent], None] | None) -> None:
         """Tell `sink` of every step from now on."""

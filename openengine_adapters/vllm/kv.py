@@ -62,7 +62,7 @@ class KvEvents:
         )
 
 
-def publishers(sources: Mapping[int, KVEventsConfig], config: VllmConfig) -> list[KvEventPublisher]:
+def publishers(sources: Mapping[int, KVEventsConfig]) -> list[KvEventPublisher]:
     """What vLLM has bound, by rank, as it says itself."""
     return [
         KvEventPublisher(
@@ -73,7 +73,6 @@ def publishers(sources: Mapping[int, KVEventsConfig], config: VllmConfig) -> lis
             buffer_steps=source.buffer_steps,
             hwm=source.hwm,
             max_queue_size=source.max_queue_size,
-            block_size=config.cache_config.block_size,
             every_interface=is_wildcard(source.endpoint),
         )
         for rank, source in sorted(sources.items())

@@ -48,9 +48,13 @@ class LoadBoard:
         return self._steps[rank]
 
     def snapshot(self, ranks: range, total_kv_blocks: int | None) -> LoadSnapshot:
-        """The load of every rank; vLLM's block total is the sum over the ranks."""
-        per_rank = None if total_kv_blocks is None else total_kv_blocks // len(ranks)
-        return LoadSnapshot([self._rank(rank, per_rank) for rank in ranks], self._taken_at)
+        """The load of every rank; vLLM's block total is the sum over the ranks, and tells no more (LOAD-03)."""
+        totals: list[int | None] = [None] * len(ranks)
+        if total_kv_blocks is not None:
+            each, more = divmod(total_kv_blocks, len(ranks))
+            totals = [each + (place < more) for place in range(len(ranks))]
+        loads = [self._rank(rank, total) for rank, total in zip(ranks, totals, strict=True)]
+        return LoadSnapshot(loads, self._taken_at)
 
     def _rank(self, rank: int, total_kv_blocks: int | None) -> RankLoad:
         stats = self._stats.get(rank)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from openengine_adapters.core.errors import EngineDied, EngineFailure, Rejected
+from openengine_adapters.core.errors import EngineDied
 from openengine_adapters.engine import (
     Delta,
     EngineDescription,
@@ -109,7 +109,7 @@ class FakeEngine:
                 )
                 return
             for step in self.script(call):
-                if isinstance(step, (EngineFailure, Rejected)):
+                if isinstance(step, Exception):
                     raise step
                 assert isinstance(step, Step)
                 yield step

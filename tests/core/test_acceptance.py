@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import grpc
 import pytest
 
-from openengine.v1 import errors_pb2, generate_pb2, lifecycle_pb2
+from openengine.v1 import errors_pb2, generate_pb2, lifecycle_pb2, tasks_pb2
 from openengine_adapters.core.errors import EngineDied, EngineFailure, invalid
+from openengine_adapters.core.servicer import MOST_METADATA
 from openengine_adapters.core.watchdog import Limits
 from openengine_adapters.engine import Delta, Finish, FinishKind, GenerateCall, Step
 from tests.core.conftest import SOON_S, Served, serve, until
@@ -89,6 +91,36 @@ async def test_an_unexpected_exception_shows_an_id_and_nothing_else(served: Serv
     code, message = await served.refused(served.stub.Generate(served.request()))
     assert code is grpc.StatusCode.INTERNAL
     assert "secret" not in message and "id" in message
+
+
+async def test_an_unexpected_exception_after_acceptance_is_an_engine_error_with_an_id(served: Served) -> None:
+    """ERR-01, ERR-06: what was generated stays counted, and the status is OK."""
+    served.engine.script = lambda _: [token(97), RuntimeError("secret /path prompt")]
+    responses = await served.collect(served.request())
+    assert [r.WhichOneof("event") for r in responses] == ["token", "error"]
+    error = responses[-1].error
+    assert error.code == errors_pb2.ERROR_CODE_INTERNAL
+    assert "secret" not in error.message and "id" in error.message
+    assert responses[-1].usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("task", [False, True])
+async def test_a_refusal_is_logged_with_its_id_and_what_the_caller_sent_for_logs(
+    served: Served, caplog: pytest.LogCaptureFixture, task: bool
+) -> None:
+    """GEN-07: trace context goes to the engine's tracing, all else to the log, bounded; tasks have a context."""
+    metadata = {"tenant": "blue", "traceparent": "00-x", "zeal": "z" * 1000}
+    context = tasks_pb2.TaskRequestContext(request_id="r1", model="other", metadata=metadata)
+    with caplog.at_level(logging.INFO, logger="openengine_adapters"):
+        await served.refused(
+            served.stub.Embed(tasks_pb2.EmbedRequest(context=context))
+            if task
+            else served.stub.Generate(served.request(model="other", metadata=metadata))
+        )
+    (record,) = [record for record in caplog.records if record.message == "rejected"]
+    fields = vars(record)
+    assert fields["request_id"] == "r1"
+    assert fields["metadata"].startswith("tenant=blue zeal=zzz") and len(fields["metadata"]) == MOST_METADATA
 
 
 async def test_retry_after_is_sent_only_with_retryable() -> None:

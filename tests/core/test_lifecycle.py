@@ -10,12 +10,22 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from openengine.v1 import discovery_pb2, errors_pb2, kv_pb2, lifecycle_pb2, model_pb2, observability_pb2
-from openengine_adapters.core.capabilities import check_schema_release
+from openengine.v1 import (
+    discovery_pb2,
+    errors_pb2,
+    inputs_pb2,
+    kv_pb2,
+    lifecycle_pb2,
+    model_pb2,
+    observability_pb2,
+    tasks_pb2,
+)
+from openengine_adapters.core.capabilities import check_schema_release, model_info
 from openengine_adapters.core.watchdog import Limits
+from openengine_adapters.engine import TaskSupport
 from openengine_adapters.server import SERVICE
 from tests.core.conftest import SOON_S, Served, serve, until
-from tests.core.fake_engine import FakeEngine, length_finish, token
+from tests.core.fake_engine import FakeEngine, description, length_finish, token
 
 Health, Drain = lifecycle_pb2.HealthRequest, lifecycle_pb2.DrainRequest
 
@@ -82,6 +92,52 @@ async def test_concurrent_probes_share_one_inference(served: Served) -> None:
         assert checks["inference_probe"] == lifecycle_pb2.HEALTH_STATE_READY
     assert len(served.engine.calls) == 1
     await until(lambda: not served.engine.running)
+
+
+async def test_a_probe_that_outlasts_its_caller_is_answered_in_time(served: Served) -> None:
+    """HEALTH-02: "not ready" before the caller's deadline, and the probe goes on for the others."""
+    served.engine.script = lambda _: [token(97), length_finish()]
+    served.engine.gate.clear()
+    probe = Health(include_inference_probe=True)
+    patient = asyncio.ensure_future(served.stub.Health(probe))
+    hasty = await served.stub.Health(probe, timeout=2)
+    (check,) = [check for check in hasty.checks if check.name == "inference_probe"]
+    assert check.state == hasty.state == lifecycle_pb2.HEALTH_STATE_NOT_READY
+    assert check.message.startswith("no answer within")
+    served.engine.gate.set()
+    assert (await patient).state == lifecycle_pb2.HEALTH_STATE_READY
+    assert len(served.engine.calls) == 1
+
+
+async def test_a_pooling_model_describes_what_its_tasks_take() -> None:
+    """MODEL-07, MODEL-10."""
+    image, whole = inputs_pb2.MODALITY_IMAGE, (tasks_pb2.TASK_OUTPUT_GRANULARITY_SEQUENCE,)
+    ids = TaskSupport(input_types=(tasks_pb2.TASK_INPUT_TYPE_TOKEN_IDS,), granularities=whole)
+    sees = TaskSupport(
+        input_types=(tasks_pb2.TASK_INPUT_TYPE_TEXT, tasks_pb2.TASK_INPUT_TYPE_MULTIMODAL),
+        granularities=whole,
+        modalities=(image,),
+    )
+    for support, expected in ((ids, (False, True, False)), (sees, (True, False, True))):
+        info = model_info(description(generation=None, embed=support))
+        found = (info.supports_text_input, info.supports_token_ids_input, info.supports_multimodal)
+        assert found == expected
+
+
+async def test_a_look_that_fails_does_not_blind_the_watchdog() -> None:
+    """ERR-04: whatever the engine's innards raise, its death is still seen afterwards."""
+    async with serve(FakeEngine(), Limits(period_s=0.01)) as served:
+        looked = asyncio.Event()
+
+        def unfinished() -> int:
+            looked.set()
+            raise RuntimeError("an attribute that the next version has not")
+
+        served.engine.unfinished = unfinished  # type: ignore[method-assign]  # of this one engine
+        async with asyncio.timeout(SOON_S):
+            await looked.wait()
+        served.engine.dead = True
+        await until(lambda: served.servicer.lifecycle.died is not None)
 
 
 async def test_discovery_answers_the_contracts_identity(served: Served) -> None:

@@ -116,3 +116,12 @@ def test_a_character_split_over_tokens_counts_for_the_token_that_completes_it(id
     widths = [pieces.push(i) for i in ids]
     assert "".join(widths) == bytes(ids).decode()
     assert widths[-1] == "!"
+
+
+def test_an_early_stop_that_min_tokens_let_pass_stays_although_it_comes_with_the_last() -> None:
+    """STOP-02, STOP-07: an engine may hand over several tokens at once; the stop ends within the last of them."""
+    text = "a\nbcde\n"
+    letters = StopFilter(["\n"], lambda ids: "".join(text[i] for i in ids))
+    finish = Finish(FinishKind.STOP_TEXT, text="\n")
+    out = letters.push(Delta(0, [*range(len(text))], text, finish=finish))
+    assert (out.text, out.token_ids) == (text[:-1], [*range(len(text) - 1)])

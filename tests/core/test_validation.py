@@ -218,11 +218,6 @@ UNADVERTISED = [
     ({"temperature_range": (0.01, 2)}, {"sampling": Sampling(temperature=0.001)}, "sampling.temperature"),
     ({"temperature_range": (0.01, 2)}, {"sampling": Sampling(temperature=2.5)}, "sampling.temperature"),
     (
-        {"max_stop_conditions": 1},
-        {"stopping": Stopping(conditions=[Stop(stop_text="x")] * 2)},
-        "stopping.conditions",
-    ),
-    (
         {"separate_candidates": False},
         {
             "response": Response(
@@ -264,3 +259,17 @@ def test_a_capability_that_is_off_by_default_is_refused_by_default() -> None:
     bare = description(generation=GenerationSupport())
     for fields in ({"priority": 1}, {"kv": Kv(cache_salt="x")}, {"guided": Guided(regex="a")}):
         assert refusal(bare, **fields).code is INVALID
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [[Stop(stop_text="x")] * 129, [Stop(stop_token_id=1)] * 129, [Stop(stop_text="x" * 20_000)] * 2],
+    ids=["texts", "tokens", "bytes"],
+)
+def test_stops_without_measure_are_refused(conditions: list[Any]) -> None:
+    """GEN-10: each stop is looked for in each token's text, on the loop that serves everybody."""
+    error = refusal(description(), stopping=Stopping(conditions=conditions))
+    assert (error.code, error.field) == (INVALID, "stopping.conditions")
+    assert error.limit is not None
+    refused_not = Stopping(conditions=[Stop(stop_text="x" * 200)] * 128)
+    check_generate(request(stopping=refused_not), description())

@@ -14,7 +14,6 @@ import zmq.asyncio
 
 from openengine_adapters.engine import KvEventPublisher, Lora
 from openengine_adapters.reference.engine import ReferenceEngine
-from openengine_adapters.reference.settings import BLOCK_SIZE
 from tests.reference.harness import SOON_S, ask, running, write_adapter
 
 LONG = list(range(40, 110))  # 70 tokens: four full blocks and six tokens more
@@ -218,7 +217,6 @@ async def test_only_the_last_batches_are_kept_for_replay() -> None:
         numbers = [number for number, _ in await _replay(publisher)]
     assert numbers == [numbers[-1] - 2, numbers[-1] - 1, numbers[-1]]
     assert publisher.buffer_steps == 3
-    assert publisher.block_size == BLOCK_SIZE
 
 
 async def test_each_rank_publishes_for_itself_and_none_when_switched_off() -> None:

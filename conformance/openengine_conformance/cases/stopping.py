@@ -102,6 +102,9 @@ async def min_tokens(ctx: Context) -> None:
         held = await ctx.generate(stopped(ctx, condition, min_tokens=5))
         completion = (held.usage or generate_pb2.Usage()).completion_tokens
         expect(completion >= 5, f"{completion} tokens came for min_tokens 5 and the stop {_name(condition)}")
+        # What was let pass belongs to the output; only the stop that ended it may be missing.
+        sent = len(held.first.ids)
+        expect(sent >= 4, f"{sent} token records came for min_tokens 5 and the stop {_name(condition)}")
 
 
 @case(

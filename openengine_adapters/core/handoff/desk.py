@@ -61,10 +61,10 @@ class SessionDesk:
             writer.close()
             return
         self._connections.add(task)
-        _keep_alive(writer)
         try:
             # Whoever is gone, or never asked, is no error of ours.
             with contextlib.suppress(*_NO_ANSWER):
+                _keep_alive(writer)
                 await self._attachment(reader, writer)
         finally:
             writer.close()

@@ -117,8 +117,8 @@ class SessionTable(Generic[Held]):
             self.end(session_id, End.RELEASED)
 
     def end_all(self) -> None:
-        """End every session that no decode server is attached to."""
-        for session_id in [key for key, session in self._open.items() if session.detach is None]:
+        """End every session; a decode server that is attached to one is sent away."""
+        for session_id in list(self._open):
             self.end(session_id, End.RELEASED)
 
     async def settled(self) -> None:

@@ -92,9 +92,10 @@ class Sessions:
         return await self._hand_off.release(session_id) if isinstance(self._hand_off, PrefillSide) else None
 
     async def end_sessions(self) -> None:
-        """End every session that no decode server is attached to."""
+        """End every session; on return the engine has been told."""
         if isinstance(self._hand_off, PrefillSide):
             self._hand_off.sessions.end_all()
+            await self._hand_off.sessions.settled()
 
     async def lora_unused(self, lora: Lora) -> None:
         """Return once no session needs the adapter."""

@@ -73,7 +73,7 @@ def _(servicer: OpenEngineServicer) -> None:
 )
 def _(servicer: OpenEngineServicer) -> None:
     async def generations() -> int:
-        found = [request for request in servicer.requests if request.kind == "Generate"]
+        found = [request for request in servicer.requests if not request.unary]
         await asyncio.gather(*(servicer.requests.abort(request.request_id) for request in found))
         return len(found)
 

@@ -81,11 +81,11 @@ def _(servicer: OpenEngineServicer) -> None:
     health = servicer._health
     answer = health.answer
 
-    async def strict(request: Any, description: Any) -> Any:
+    async def strict(request: Any, *others: Any) -> Any:
         discovery_pb2.EngineRole.Name(request.role)
-        return await answer(request, description)
+        return await answer(request, *others)
 
-    health.answer = strict  # type: ignore[method-assign]
+    health.answer = strict  # type: ignore[assignment, method-assign]
 
 
 # ---------------------------------------------------------------------------------------------------- roles

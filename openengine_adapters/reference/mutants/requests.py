@@ -67,9 +67,9 @@ def _(request: Any) -> None:
 def _(servicer: OpenEngineServicer) -> None:
     claim = servicer.requests.claim
 
-    def renaming(request_id: str, kind: str, **more: Any) -> Any:
+    def renaming(request_id: str, **more: Any) -> Any:
         active = {request.request_id for request in servicer.requests}
-        return claim(request_id + "'" if request_id in active else request_id, kind, **more)
+        return claim(request_id + "'" if request_id in active else request_id, **more)
 
     replace(servicer.requests, "claim", renaming)
 
@@ -79,10 +79,10 @@ def _(servicer: OpenEngineServicer) -> None:
     claim, spent = servicer.requests.claim, set()
 
     @contextlib.contextmanager
-    def once(request_id: str, kind: str, **more: Any) -> Iterator[ActiveRequest]:
+    def once(request_id: str, **more: Any) -> Iterator[ActiveRequest]:
         if request_id in spent:
             raise Rejected(grpc.StatusCode.ALREADY_EXISTS, "was used before", field="request_id")
-        with claim(request_id, kind, **more) as active:
+        with claim(request_id, **more) as active:
             spent.add(request_id)
             yield active
 

@@ -73,9 +73,9 @@ def _(code: grpc.StatusCode) -> grpc.StatusCode:
 def _(servicer: OpenEngineServicer) -> None:
     claim = servicer.requests.claim
 
-    def apart(request_id: str, kind: str, **more: Any) -> Any:
-        others = {r.request_id for r in servicer.requests if (r.kind == "Generate") != (kind == "Generate")}
-        return claim(request_id + "'" if request_id in others else request_id, kind, **more)
+    def apart(request_id: str, **more: Any) -> Any:
+        others = {r.request_id for r in servicer.requests if r.unary != more.get("unary", False)}
+        return claim(request_id + "'" if request_id in others else request_id, **more)
 
     replace(servicer.requests, "claim", apart)
 

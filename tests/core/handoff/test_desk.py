@@ -76,6 +76,15 @@ async def test_an_abort_sends_the_decode_server_away(prefill: Prefill) -> None:
     assert await prefill.ended() is End.RELEASED
 
 
+async def test_the_end_of_all_sessions_ends_those_that_are_attached_to(prefill: Prefill) -> None:
+    """DRAIN-01: a drain that may abort is over with none open."""
+    async with await prefill.attach() as attachment:
+        prefill.table.end_all()
+        async with asyncio.timeout(PATIENCE_S):
+            assert not await attachment.ended()
+    assert await prefill.ended() is End.RELEASED
+
+
 async def test_an_engine_that_is_done_says_so(prefill: Prefill) -> None:
     async with await prefill.attach() as attachment:
         prefill.table.end("session", End.FETCHED)

@@ -81,7 +81,6 @@ class FakePublisher:
             "buffer_steps": 1000,
             "hwm": 2000,
             "max_queue_size": 3000,
-            "block_size": 2,
         }
         return KvEventPublisher(**(values | changes))
 
