@@ -43,6 +43,7 @@ async def unsupported(ctx: Context) -> None:
     "A task's capabilities say whether it is supported, list no UNSPECIFIED, and report limits above 0.",
     "CAP-01",
     "CAP-02",
+    "MODEL-07",
 )
 async def capabilities(ctx: Context) -> None:
     for task in TASKS:
@@ -66,6 +67,11 @@ async def capabilities(ctx: Context) -> None:
             multimodal or not capability.modalities,
             f"{task.name} lists modalities without MULTIMODAL",
             "CAP-02",
+        )
+        expect(
+            ctx.offer.info.supports_multimodal or not capability.modalities,
+            f"{task.name} lists modalities and the model says that it takes none",
+            "MODEL-07",
         )
 
 

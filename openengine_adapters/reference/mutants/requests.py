@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -188,6 +188,21 @@ def _(request: Any) -> None:
 @request_of(_G, "least_tokens_ignored", "STOP-02", "min_tokens is dropped.")
 def _(request: Any) -> None:
     request.stopping.ClearField("min_tokens")
+
+
+@tampers(_G, "let_pass_and_lost", "STOP-02", "Of tokens that min_tokens lets pass a stop, most are not sent.")
+class _LetPassAndLost(Tamper):
+    def __init__(self) -> None:
+        self._lost = 0
+
+    def request(self, request: Any) -> None:
+        self._lost = request.stopping.min_tokens - 2 if request.stopping.conditions else 0
+
+    def response(self, response: Any) -> Iterable[Any]:
+        if self._lost > 0 and response.WhichOneof("event") == "token":
+            self._lost -= 1
+            return ()
+        return (response,)
 
 
 @request_of(_G, "least_above_most", "STOP-02", "min_tokens above max_tokens is lowered.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from openengine.v1 import tasks_pb2
+from openengine.v1 import inputs_pb2, tasks_pb2
 from openengine_adapters.core.requests import ActiveRequest
 from openengine_adapters.core.servicer import OpenEngineServicer
 from openengine_adapters.reference.engine import ReferenceEngine
@@ -181,6 +181,15 @@ def _(model: Any) -> None:
 )
 def _(model: Any) -> None:
     model.tasks.embed.max_batch_size -= 1
+
+
+@response_of(
+    "GetModelInfo", "tasks_see_and_the_model_does_not", "MODEL-07", "Only the tasks' capabilities list media."
+)
+def _(model: Any) -> None:
+    model.supports_multimodal = False
+    model.tasks.embed.modalities[:] = [inputs_pb2.MODALITY_IMAGE]
+    model.tasks.embed.input_types.append(tasks_pb2.TASK_INPUT_TYPE_MULTIMODAL)
 
 
 @response_of("GetModelInfo", "task_support_unsaid", "CAP-01", "A task's capability does not say `supported`.")
