@@ -2,17 +2,16 @@
 """A plugin of vLLM (entry point group `vllm.general_plugins`), which loads it in each of its processes.
 
 Two threads of a worker poll without a pause: NIXL's, from its start on, and vLLM's own for a second after each step.
-Where a GPU's host has cores to spare that is meant so; here two such workers leave nothing of the machine. Both wake
-up for whatever arrives in any case: a pause is only their longest sleep.
+Where a GPU's host has cores to spare that is meant so; here two such workers leave nothing of the machine. A pause is
+their longest sleep.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
-PAUSE_US = 5000
+PAUSE_US = 2000
 
 
 def apply() -> None:
@@ -29,4 +28,13 @@ def apply() -> None:
 
     bindings.nixlAgentConfig = SleepingConfig
     queue: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
-    queue.SpinCondition = functools.partial(queue.SpinCondition, busy_loop_s=0)
+
+    class SleepingCondition(queue.SpinCondition):  # type: ignore[misc]  # untyped where vLLM is not installed
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "busy_loop_s": 0})
+
+        def wait(self, timeout_ms: int | None = None) -> None:
+            # Its own sleep is not always woken up: without the second of polling it is needed at each step.
+            super().wait(PAUSE_US // 1000 if timeout_ms is None else min(timeout_ms, PAUSE_US // 1000))
+
+    queue.SpinCondition = SleepingCondition
