@@ -62,10 +62,11 @@ def vllm_env() -> dict[str, str]:
     """What vLLM needs in its environment here, to be laid over `os.environ`.
 
     Unbound threads and one OpenMP thread each: with vLLM's own binding, processes that share a core spin
-    against each other and a token takes seconds.
+    against each other and a token takes seconds. And a plugin of ours, which has its workers sleep between steps.
     """
     return {
         **_COMMON_ENV,
+        "PYTHONPATH": _python_path(VLLM_PLUGIN),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -139,15 +140,13 @@ def lora_flags(engine: str) -> list[str]:
 def vision_env() -> dict[str, str]:
     """What a vLLM server with a model that sees needs besides: torchvision, which needs its stand-in (venv.sh)."""
     vision = SGLANG_STAND_INS.parents[2] / ".venv" / "vllm" / "vision"
-    return {"PYTHONPATH": os.pathsep.join([str(SGLANG_STAND_INS), str(vision)])}
+    return {"PYTHONPATH": _python_path(VLLM_PLUGIN, SGLANG_STAND_INS, vision)}
 
 
 def nixl_env() -> dict[str, str]:
-    """What vLLM's prefill and decode servers need besides: NIXL's threads, which must not take a core each."""
-    return {
-        "PYTHONPATH": _python_path(VLLM_PLUGIN),
-        "UCX_RCACHE_MAX_UNRELEASED": "1024",  # vLLM's own value, which it sets unless NIXL is imported before
-    }
+    """What vLLM's prefill and decode servers need besides."""
+    # vLLM's own value, which it sets unless NIXL is imported before, as our plugin does.
+    return {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
 
 
 def mooncake_env() -> dict[str, str]:
@@ -162,8 +161,8 @@ def mooncake_env() -> dict[str, str]:
     }
 
 
-def _python_path(first: Path) -> str:
-    paths = [str(first), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+def _python_path(*first: Path) -> str:
+    paths = [*map(str, first), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(paths))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
@@ -34,10 +33,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
 async def pair(reference: Reference) -> AsyncIterator[Pair]:
     """A pair on the tiny LLaVA; NIXL pulls."""
     model(LLAVA)
-    key, sides = "PYTHONPATH", []
-    for flags, env in vllm_pair():
-        path = os.pathsep.join([env[key], vision_env()[key]])
-        sides.append(([*flags, *FLOAT32], {**env, key: path}))
+    sides = [([*flags, *FLOAT32], {**env, **vision_env()}) for flags, env in vllm_pair()]
     async with started("vllm", *sides, model=LLAVA) as two:
         yield two
 
