@@ -49,9 +49,7 @@ async def test_pictures_are_handed_over(pair: Pair, reference: Reference) -> Non
         logprobs = [token.logprob for token in answer.first.tokens[:count]]
         assert close(logprobs, expected["logprobs"], 2e-3)
         assert answer.usage.prompt_tokens == expected["length"]
-        assert (
-            answer.usage.cached_prompt_tokens == expected["length"] - 1
-        )  # all but the last came from the peer
+        assert answer.usage.cached_prompt_tokens >= expected["length"] - 1  # they came from the peer
         seen.append(logprobs)
     assert not close(seen[0], seen[1], 1e-4)
     await pair.until_free()
