@@ -13,12 +13,13 @@ DEV := .venv/dev/bin
 CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks examples)
 SHELL_SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/*/*.sh docker/*.sh deploy/*.sh)
 
-# What `make test` runs, in this order.  A stage is a target; a new one is a line here.  `test-sglang` joins once it
-# has run as a whole.
+# What `make test` runs, in this order.  A stage is a target; a new one is a line here.
 STAGES := lint
 STAGES += test-fast
 STAGES += test-mutants
 STAGES += $(if $(wildcard tests/vllm),test-vllm)
+STAGES += $(if $(wildcard tests/sglang),test-sglang)
+STAGES += $(if $(PAIRS),test-disagg)
 STAGES += $(if $(wildcard tests/engines),test-engines)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference conformance-reference-ranks)
@@ -34,8 +35,8 @@ LINTS += $(if $(wildcard scripts/lint_proto.sh),lint-proto)
 MUTANTS := tests/conformance/test_mutants.py
 SLOW := $(wildcard tests/engines tests/sglang tests/vllm) $(MUTANTS)
 
-# Pairs of servers: a NIXL worker whose peer is gone takes both cores of a small machine from all else.
-PAIRS := $(wildcard tests/vllm/test_disaggregation*.py tests/sglang/test_disaggregation*.py)
+# Tests on pairs of servers; they have a target of their own.
+PAIRS = $(wildcard tests/vllm/test_disaggregation*.py tests/sglang/test_disaggregation*.py)
 
 # A fixture that starts real engines may take long on a slow machine.
 PATIENT := -o faulthandler_timeout=1200
@@ -79,7 +80,7 @@ test-sglang: models-sglang ## the tests against the real SGLang
 	.venv/sglang/bin/python -m pytest tests/sglang $(PAIRS:%=--ignore=%) $(PATIENT) $(ARGS)
 
 .PHONY: test-disagg
-test-disagg: models-vllm models-sglang ## prefill and decode on two real servers of each engine; not part of `make test`
+test-disagg: models-vllm models-sglang ## prefill and decode on two real servers of each engine
 	.venv/vllm/bin/python -m pytest $(filter tests/vllm/%,$(PAIRS)) $(PATIENT) $(ARGS)
 	.venv/sglang/bin/python -m pytest $(filter tests/sglang/%,$(PAIRS)) $(PATIENT) $(ARGS)
 
