@@ -13,6 +13,9 @@ DEV := .venv/dev/bin
 CODE := $(wildcard openengine_adapters conformance tests scripts benchmarks examples)
 SHELL_SCRIPTS := .ci/run $(wildcard scripts/*.sh scripts/*/*.sh docker/*.sh deploy/*.sh)
 
+# Tests on pairs of servers; they have a target of their own.
+PAIRS := $(wildcard tests/vllm/test_disaggregation*.py tests/sglang/test_disaggregation*.py)
+
 # What `make test` runs, in this order.  A stage is a target; a new one is a line here.
 STAGES := lint
 STAGES += test-fast
@@ -34,9 +37,6 @@ LINTS += $(if $(wildcard scripts/lint_proto.sh),lint-proto)
 
 MUTANTS := tests/conformance/test_mutants.py
 SLOW := $(wildcard tests/engines tests/sglang tests/vllm) $(MUTANTS)
-
-# Tests on pairs of servers; they have a target of their own.
-PAIRS = $(wildcard tests/vllm/test_disaggregation*.py tests/sglang/test_disaggregation*.py)
 
 # A fixture that starts real engines may take long on a slow machine.
 PATIENT := -o faulthandler_timeout=1200
