@@ -15,10 +15,12 @@ CLIENTS, PAUSE_S = 4, 0.5
 async def test_a_rolling_restart_under_load_loses_no_accepted_request(engine: str) -> None:
     """DRAIN-02, DRAIN-05, GEN-05: each replica ends with status 0, and every answer that began is whole."""
     flags = cpu_env.flags(engine, cpu_env.TINY_LLAMA)
-    replicas = [Server(engine, flags, cpu_env.env(engine)) for _ in range(2)]
+    env = cpu_env.env(engine) | (cpu_env.resting_env() if engine == "vllm" else {})
+    replicas = [Server(engine, flags, env) for _ in range(2)]
     with restarts.stopping(replicas):
         for replica in replicas:
             replica.start()
+        for replica in replicas:
             replica.wait_ready()
         model = str(cpu_env.model(cpu_env.TINY_LLAMA))
         tally = await restarts.rolling(

@@ -20,13 +20,14 @@ HANG_S = 5.0
 """Above the longest wait for a core that others use as well."""
 
 SCHEDULER, DETOKENIZER = "sglang::scheduler", "sglang::detokenizer"
-CASES = [
-    # How it is struck, the process, whether the server stays up, and the tokens that a stream asks for: a scheduler
-    # goes on without its detokenizer, so that a hang of that one shows when the scheduler has done its work.
+CASES: list[tuple[Signals | None, str, bool, int]] = [
+    # How it is struck (None: its memory ends), the process, whether the server stays up, and the tokens that a stream
+    # asks for: a scheduler goes on without its detokenizer, so that a hang of that one shows when it has done its work.
     (SIGKILL, SCHEDULER, False, 1000),
     (SIGKILL, DETOKENIZER, True, 1000),
     (SIGSTOP, SCHEDULER, True, 1000),
     (SIGSTOP, DETOKENIZER, False, 100),
+    (None, SCHEDULER, False, 1000),
 ]
 
 
@@ -45,17 +46,21 @@ def servers() -> Iterator[list[Server]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "case"), [*enumerate(CASES)], ids=[f"{blow.name}-{victim}" for blow, victim, _, _ in CASES]
+    ("number", "case"),
+    [*enumerate(CASES)],
+    ids=[f"{blow.name if blow else 'memory'}-{victim}" for blow, victim, _, _ in CASES],
 )
 async def test_every_open_stream_ends_and_no_process_stays(
-    servers: list[Server], number: int, case: tuple[Signals, str, bool, int]
+    servers: list[Server], number: int, case: tuple[Signals | None, str, bool, int]
 ) -> None:
     """And the exit status is 3."""
     blow, victim, stay_up, max_tokens = case
-    servers[number].wait_ready()
+    server = servers[number]
+    server.wait_ready()
     if number + 1 < len(servers):
         servers[number + 1].start()
-    await death.prove(servers[number], victim, blow, stay_up=stay_up, max_tokens=max_tokens)
+    strike = blow or death.out_of_memory(server)
+    await death.prove(server, victim, strike, stay_up=stay_up, max_tokens=max_tokens)
 
 
 def server_of_two(*flags: str) -> AbstractContextManager[Server]:

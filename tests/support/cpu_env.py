@@ -62,11 +62,10 @@ def vllm_env() -> dict[str, str]:
     """What vLLM needs in its environment here, to be laid over `os.environ`.
 
     Unbound threads and one OpenMP thread each: with vLLM's own binding, processes that share a core spin
-    against each other and a token takes seconds. And a plugin of ours, which has its workers sleep between steps.
+    against each other and a token takes seconds.
     """
     return {
         **_COMMON_ENV,
-        "PYTHONPATH": _python_path(VLLM_PLUGIN),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -143,10 +142,12 @@ def vision_env() -> dict[str, str]:
     return {"PYTHONPATH": _python_path(VLLM_PLUGIN, SGLANG_STAND_INS, vision)}
 
 
-def nixl_env() -> dict[str, str]:
-    """What vLLM's prefill and decode servers need besides."""
-    # vLLM's own value, which it sets unless NIXL is imported before, as our plugin does.
-    return {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
+def resting_env() -> dict[str, str]:
+    """What several vLLM servers at once need besides: a plugin of ours has their workers sleep between steps."""
+    return {
+        "PYTHONPATH": _python_path(VLLM_PLUGIN),
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",  # vLLM's own value, which it sets unless NIXL is imported before
+    }
 
 
 def mooncake_env() -> dict[str, str]:

@@ -197,3 +197,23 @@ def alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def out_of_memory(server: Server) -> Callable[[psutil.Process], Any]:
+    """A blow that lets a process have no more memory than it has, and makes it need some."""
+
+    async def strike(victim: psutil.Process) -> None:
+        used = victim.memory_info().vms
+        victim.rlimit(psutil.RLIMIT_AS, (used, used))
+        greedy = request(98)
+        greedy.token_ids.ids.extend(range(10, 900))
+        greedy.response.CopyFrom(
+            generate_pb2.ResponseOptions(
+                return_prompt_logprobs=True, prompt_candidates=generate_pb2.CandidateTokenSelection(top_n=20)
+            )
+        )
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            stub: Any = service_pb2_grpc.OpenEngineStub(channel)
+            await code_of(stub.Generate(greedy))
+
+    return strike

@@ -5,15 +5,11 @@ Every case is a server process of its own, started before it is needed so that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from signal import SIGKILL, SIGSTOP, Signals
-from typing import Any
 
-import grpc
-import psutil
 import pytest
 
-from openengine.v1 import generate_pb2, service_pb2_grpc
 from tests.support import cpu_env, death
 from tests.support.server import Server, serving
 
@@ -21,28 +17,6 @@ HANG_S = 5.0
 """Above the longest wait for a core that others use as well."""
 
 CORE, WORKER = "EngineCore", "Worker"
-
-
-def out_of_memory(server: Server) -> Callable[[psutil.Process], Any]:
-    """A blow that lets a process have no more memory than it has, and makes it need some."""
-
-    async def strike(victim: psutil.Process) -> None:
-        used = victim.memory_info().vms
-        victim.rlimit(psutil.RLIMIT_AS, (used, used))
-        greedy = death.request(98)
-        greedy.token_ids.ids.extend(range(10, 900))
-        greedy.response.CopyFrom(
-            generate_pb2.ResponseOptions(
-                return_prompt_logprobs=True, prompt_candidates=generate_pb2.CandidateTokenSelection(top_n=20)
-            )
-        )
-        async with grpc.aio.insecure_channel(server.target) as channel:
-            stub: Any = service_pb2_grpc.OpenEngineStub(channel)
-            await death.code_of(stub.Generate(greedy))
-
-    return strike
-
-
 CASES: list[tuple[Signals | None, str, bool]] = [
     # How it is struck (None: its memory ends), the process, whether the server stays up.
     (SIGKILL, CORE, True),
@@ -81,7 +55,7 @@ async def test_every_open_stream_ends_and_no_process_stays(
     server.wait_ready()
     if number + 1 < len(servers):
         servers[number + 1].start()
-    await death.prove(server, victim, blow or out_of_memory(server), stay_up=stay_up)
+    await death.prove(server, victim, blow or death.out_of_memory(server), stay_up=stay_up)
 
 
 @pytest.mark.parametrize("victim", ["EngineCore_DP1", "DPCoordinator"])
