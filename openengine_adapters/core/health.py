@@ -75,15 +75,16 @@ class Health:
     async def _shared_probe(
         self, description: EngineDescription, remaining: float | None
     ) -> lifecycle_pb2.HealthCheck:
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.get_running_loop().create_task(
+        probe = self._probe
+        if probe is None or probe.done():
+            probe = self._probe = asyncio.get_running_loop().create_task(
                 self._run_probe(description), name="health-probe"
             )
         # The answer needs its share of a short deadline as well.
         patience = None if remaining is None else max(remaining - ANSWER_S, remaining / 2)
         # Left running: a caller that gives up must not end the probe for the others.
-        done, _ = await asyncio.wait({self._probe}, timeout=patience)
-        return self._probe.result() if done else _no_answer(patience or 0)
+        done, _ = await asyncio.wait({probe}, timeout=patience)
+        return probe.result() if done else _no_answer(patience or 0)
 
     async def _run_probe(self, description: EngineDescription) -> lifecycle_pb2.HealthCheck:
         check = lifecycle_pb2.HealthCheck(name=PROBE, state=lifecycle_pb2.HEALTH_STATE_NOT_READY)

@@ -94,6 +94,18 @@ async def test_concurrent_probes_share_one_inference(served: Served) -> None:
     await until(lambda: not served.engine.running)
 
 
+async def test_probes_one_after_the_other_and_at_once_are_all_answered(served: Served) -> None:
+    """HEALTH-02: who comes just when a probe ends starts the next, and disturbs nobody."""
+    served.engine.script = lambda _: [token(97), length_finish()]
+
+    async def ask() -> None:
+        for _ in range(20):
+            answer = await served.stub.Health(Health(include_inference_probe=True))
+            assert answer.state == lifecycle_pb2.HEALTH_STATE_READY
+
+    await asyncio.gather(*(ask() for _ in range(5)))
+
+
 async def test_a_probe_that_outlasts_its_caller_is_answered_in_time(served: Served) -> None:
     """HEALTH-02: "not ready" before the caller's deadline, and the probe goes on for the others."""
     served.engine.script = lambda _: [token(97), length_finish()]

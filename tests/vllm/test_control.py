@@ -108,10 +108,18 @@ async def test_the_larger_priority_runs_earlier(tiny: Wire) -> None:
         await collected(call)
         order.append(priority)
 
+    async def until(running: int, queued: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                (rank,) = (await tiny.engine.load()).ranks
+                if (rank.running_requests, rank.queued_requests) == (running, queued):
+                    return
+                await asyncio.sleep(0.01)
+
+    # Accepted is not yet running, and who waits with a larger priority would overtake the last of them.
+    await until(at_once, 0)
     tasks = [asyncio.create_task(waiting(priority)) for priority in (-5, 1, 7)]
-    async with asyncio.timeout(PATIENCE_S):
-        while (await tiny.engine.load()).ranks[0].queued_requests != 3:
-            await asyncio.sleep(0.01)
+    await until(at_once, 3)
     blockers.pop().cancel()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*tasks)
