@@ -31,3 +31,11 @@ class OpenCalls:
         self._open -= 1
         if not self._open:
             self._none.set()
+
+
+def patience(remaining: float | None, answer_s: float) -> float | None:
+    """How many of a caller's `remaining` seconds its work may take, so that the answer arrives in `answer_s` more.
+
+    A short deadline is shared in halves; None is a caller that waits without end.
+    """
+    return None if remaining is None else max(remaining - answer_s, remaining / 2)

@@ -8,6 +8,7 @@ import logging
 import uuid
 
 from openengine.v1 import discovery_pb2, generate_pb2, inputs_pb2, lifecycle_pb2
+from openengine_adapters.core.calls import patience
 from openengine_adapters.core.errors import EngineFailure, Rejected
 from openengine_adapters.core.lifecycle import Lifecycle, Phase
 from openengine_adapters.core.tasks import probe
@@ -80,11 +81,10 @@ class Health:
             probe = self._probe = asyncio.get_running_loop().create_task(
                 self._run_probe(description), name="health-probe"
             )
-        # The answer needs its share of a short deadline as well.
-        patience = None if remaining is None else max(remaining - ANSWER_S, remaining / 2)
+        seconds = patience(remaining, ANSWER_S)
         # Left running: a caller that gives up must not end the probe for the others.
-        done, _ = await asyncio.wait({probe}, timeout=patience)
-        return probe.result() if done else _no_answer(patience or 0)
+        done, _ = await asyncio.wait({probe}, timeout=seconds)
+        return probe.result() if done else _no_answer(seconds or 0)
 
     async def _run_probe(self, description: EngineDescription) -> lifecycle_pb2.HealthCheck:
         check = lifecycle_pb2.HealthCheck(name=PROBE, state=lifecycle_pb2.HEALTH_STATE_NOT_READY)

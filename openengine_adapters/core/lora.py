@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Coroutine
 import grpc
 
 from openengine.v1 import lora_pb2
+from openengine_adapters.core.calls import patience
 from openengine_adapters.core.errors import EngineDied, Rejected, invalid
 from openengine_adapters.engine import HostsLora, Lora
 
@@ -115,10 +116,8 @@ class LoraRegistry:
         host = self._require_host()
         if not name:
             raise invalid("lora_name", "must not be empty")
-        # The answer needs its share of a short deadline as well.
-        patience = None if timeout is None else max(timeout - ANSWER_S, timeout / 2)
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(patience(timeout, ANSWER_S)):
                 entry = await self._claim_unused(host, name)
         except TimeoutError:
             raise self._busy(name) from None
