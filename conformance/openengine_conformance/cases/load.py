@@ -9,11 +9,12 @@ import time
 from openengine.v1 import generate_pb2
 from openengine_conformance import needs
 from openengine_conformance.case import case
-from openengine_conformance.checks import expect, expect_equal, expect_unique, skip
-from openengine_conformance.context import Context
-from openengine_conformance.stream import Stream
+from openengine_conformance.checks import expect, expect_equal, expect_unique, fail, skip
+from openengine_conformance.context import POLL_INTERVAL, Context
 
 AT_ONCE = 0.5
+ATTEMPTS = 5
+LOOKS = 10
 ROUNDS = 20
 
 
@@ -26,31 +27,26 @@ ROUNDS = 20
 )
 async def counts_running(ctx: Context) -> None:
     await ctx.until(ctx.idle, "running_requests is not 0 on an idle server", within=3)
-    readers: dict[str, asyncio.Future[Stream]] = {}
     for count in (1, 2, 3):
+        for _ in range(ATTEMPTS):
+            if await _counted(ctx, count):
+                break
+        else:
+            fail(f"running_requests did not become {count} with {count} running, in {ATTEMPTS} attempts")
 
-        async def counted(count: int = count) -> bool:
-            # A fast engine may have come to the end of an output in the meantime.
-            while sum(not reader.done() for reader in readers.values()) < count:
-                stream = await ctx.started(ctx.endless())
-                readers[stream.id] = _read_on(ctx, stream)
-            return (await ctx.load()).running_requests == count
 
-        await ctx.until(counted, f"running_requests did not become {count} with {count} running", within=1)
-    await asyncio.gather(*(ctx.abort(name) for name, reader in readers.items() if not reader.done()))
+async def _counted(ctx: Context, count: int) -> bool:
+    """Whether `count` new requests are counted while they run, which on a fast engine is a moment only."""
+    # Nobody reads on: the tokens of a fast engine would keep this side from asking in time.
+    streams = await asyncio.gather(*(ctx.started(ctx.endless()) for _ in range(count)))
+    counted = False
+    for _ in range(LOOKS):
+        if counted := (await ctx.load()).running_requests == count:
+            break
+        await asyncio.sleep(POLL_INTERVAL)
+    await asyncio.gather(*(ctx.abort(stream.id) for stream in streams))
     await ctx.until(ctx.idle, "running_requests did not return to 0", within=1.5)
-
-
-def _read_on(ctx: Context, stream: Stream) -> asyncio.Future[Stream]:
-    """Read a stream to its end beside the case, which ends it at the latest."""
-    reader = asyncio.ensure_future(stream.drain())
-
-    async def stop() -> None:
-        stream.cancel()
-        await reader
-
-    ctx.defer(stop)
-    return reader
+    return counted
 
 
 @case(
