@@ -143,7 +143,7 @@ def vision_env() -> dict[str, str]:
 
 
 def resting_env() -> dict[str, str]:
-    """What several vLLM servers at once need besides: a plugin of ours has their workers sleep between steps."""
+    """What vLLM needs besides where others want the cores too: a plugin of ours has its workers sleep between steps."""
     return {
         "PYTHONPATH": _python_path(VLLM_PLUGIN),
         "UCX_RCACHE_MAX_UNRELEASED": "1024",  # vLLM's own value, which it sets unless NIXL is imported before
