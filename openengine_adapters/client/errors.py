@@ -16,6 +16,7 @@ from openengine.v1 import errors_pb2, generate_pb2
 from openengine_adapters.client.messages import enum_name
 
 _NO_CONNECTION = "failed to connect to all addresses"  # how gRPC begins when no attempt succeeded
+_CUT_OFF = ("Stream removed", "Cancelling all calls", "Socket closed")  # and when a connection closed
 
 
 class ClientError(Exception):
@@ -101,7 +102,7 @@ def from_status(
     """Return what a non-OK status means. `began`: an event of the call's stream had arrived before.
 
     gRPC reports a refused connection, a broken one and a server that says UNAVAILABLE alike. The channel's
-    state tells them apart: it is READY only while the connection lives.
+    state tells them apart: it is READY only while the connection lives, give or take a moment.
     """
     code, message = error.code(), error.details() or ""
     state = channel.get_state()
@@ -113,6 +114,8 @@ def from_status(
         return TimedOut(rpc, timeout)
     if code is grpc.StatusCode.UNAVAILABLE and not began and message.startswith(_NO_CONNECTION):
         return Unreachable(target, message)  # the channel may have connected since
+    if code is grpc.StatusCode.UNAVAILABLE and message.startswith(_CUT_OFF):
+        return ConnectionLost(rpc, message)
     if code is grpc.StatusCode.UNAVAILABLE and not connected:
         return ConnectionLost(rpc, message) if began or not connecting else Unreachable(target, message)
     return ConnectionLost(rpc, _status_text(code, message)) if began else RpcRejected(rpc, code, message)

@@ -13,6 +13,7 @@ import pytest
 
 from openengine.v1 import discovery_pb2, generate_pb2, inputs_pb2, observability_pb2, service_pb2_grpc
 from openengine_adapters.client import (
+    ClientError,
     ConnectionLost,
     ContractViolation,
     Incompatible,
@@ -109,16 +110,27 @@ async def test_something_else_answers_there() -> None:
             await OpenEngineClient.connect(target)
 
 
-async def test_a_connection_that_comes_up_just_after_a_call_failed(fake: FakeServer) -> None:
-    """The status is older than the channel's state, and still means that nobody was reached."""
+@pytest.mark.parametrize(
+    ("details", "meaning"),
+    [
+        pytest.param(
+            "failed to connect to all addresses; last error: UNKNOWN: refused", Unreachable, id="up again"
+        ),
+        pytest.param("Stream removed (Transport closed (Socket closed))", ConnectionLost, id="not yet down"),
+        pytest.param("the server is draining", RpcRejected, id="the server's word"),
+    ],
+)
+async def test_a_status_says_more_than_a_channel_that_is_connected(
+    details: str, meaning: type[ClientError], fake: FakeServer
+) -> None:
+    """The channel's state is younger than the status, or older."""
     nothing = grpc.aio.Metadata()
-    details = "failed to connect to all addresses; last error: UNKNOWN: refused"
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details)
     async with await OpenEngineClient.connect(fake.target) as client:
         channel = client._channel
         assert channel.get_state() is grpc.ChannelConnectivity.READY
         failure = from_status(error, False, channel=channel, target="t", rpc="Health", timeout=1)
-    assert isinstance(failure, Unreachable)
+    assert isinstance(failure, meaning)
 
 
 async def test_a_silent_peer_is_given_up_after_the_connect_timeout() -> None:

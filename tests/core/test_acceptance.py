@@ -142,6 +142,7 @@ async def test_an_id_in_flight_is_refused_and_free_again_after_its_end(served: S
 async def test_client_cancellation_frees_the_engine(served: Served) -> None:
     """STREAM-11."""
     call = await served.accepted(served.request())
+    await until(lambda: served.engine.started == {"r1"})
     call.cancel()
     await until(lambda: len(served.engine.closed) == 1 and len(served.servicer.requests) == 0)
 
@@ -149,7 +150,7 @@ async def test_client_cancellation_frees_the_engine(served: Served) -> None:
 async def test_an_expired_deadline_frees_the_engine(served: Served) -> None:
     """STREAM-11."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in served.stub.Generate(served.request(), timeout=0.2):
+        async for _ in served.stub.Generate(served.request(), timeout=1):
             pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: len(served.engine.closed) == 1 and len(served.servicer.requests) == 0)
