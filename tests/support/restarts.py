@@ -24,8 +24,9 @@ NEVER_SENT: Final = ("failed to connect", "connection refused", "connect: ")
 
 DRAINING: Final = "draining"
 
-CLOSED: Final = "socket closed"
-"""How gRPC says that the server ended the connection in an orderly way."""
+CLOSED: Final = ("socket closed", "broken pipe")
+"""How gRPC says that the server had ended the connection in an orderly way: a write after that is a broken pipe, and a
+connection that was cut is a reset one."""
 
 STARTING: Final = "the engine is starting"
 
@@ -126,7 +127,7 @@ def _refusal(error: grpc.aio.AioRpcError) -> str:
     details = (error.details() or "").lower()
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return ""
-    for words in (DRAINING, CLOSED, STARTING):
+    for words in (DRAINING, *CLOSED, STARTING):
         if words in details:
             return words
     return "never sent" if any(words in details for words in NEVER_SENT) else ""
