@@ -19,6 +19,7 @@ from typing import Any
 
 from openengine.v1 import errors_pb2, kv_pb2
 from openengine_adapters.core.errors import EngineFailure, invalid
+from openengine_adapters.core.handoff.parameters import read_reference
 from openengine_adapters.reference.cache import Lease
 from openengine_adapters.reference.model import State
 
@@ -28,12 +29,7 @@ ATTRIBUTES = "reference.session.v1"
 TIMEOUT_S = 5.0
 """How long one transfer may take."""
 
-_KINDS = {
-    "prompt_digest": "string_value",
-    "prompt_tokens": "number_value",
-    "ticket": "string_value",
-    "final": "bool_value",
-}
+_TYPES = {"prompt_digest": str, "prompt_tokens": int, "ticket": str, "final": bool}
 
 _REMEMBERED = 4096
 _LINE_LIMIT = 4096
@@ -167,38 +163,14 @@ class SessionStore:
 
 def read_session(session: kv_pb2.KvSessionRef) -> Handle:
     """Check a session reference completely. Raises `Rejected` (PD-03, PD-07)."""
-    name = "kv.session"
-    if session.transfer_backend != BACKEND:
-        raise invalid(
-            f"{name}.transfer_backend",
-            f"{session.transfer_backend!r} is not this engine's {BACKEND!r}",
-            limit=BACKEND,
-        )
-    if not session.session_id:
-        raise invalid(f"{name}.session_id", "must not be empty")
-    if len(session.endpoints) != 1:
-        raise invalid(f"{name}.endpoints", "must be the one that the prefill engine returned")
+    params = read_reference(session, BACKEND, [PROTOCOL], ATTRIBUTES)
+    name = "kv.session.attributes_struct"
+    if {key: type(value) for key, value in params.items()} != _TYPES:
+        raise invalid(name, f"{ATTRIBUTES} must be unchanged, in its names and its types")
+    if not params["ticket"].isdecimal():
+        raise invalid(name, f"{ATTRIBUTES}.ticket must be a whole number, as text")
     endpoint = session.endpoints[0]
-    if not endpoint.host or not 1 <= endpoint.port <= 65535 or endpoint.protocol != PROTOCOL:
-        raise invalid(
-            f"{name}.endpoints[0]", f"needs a host, a port from 1 to 65535 and the protocol {PROTOCOL!r}"
-        )
-    fields = session.attributes_struct.fields
-    if set(fields) != {ATTRIBUTES}:
-        raise invalid(
-            f"{name}.attributes_struct", f"must hold {ATTRIBUTES!r} as the prefill engine returned it"
-        )
-    values = fields[ATTRIBUTES].struct_value.fields
-    if {key: values[key].WhichOneof("kind") for key in values} != _KINDS:
-        raise invalid(
-            f"{name}.attributes_struct", f"{ATTRIBUTES} must be unchanged, in its names and its types"
-        )
-    ticket = values["ticket"].string_value
-    if not ticket.isdecimal():
-        raise invalid(f"{name}.attributes_struct", f"{ATTRIBUTES}.ticket must be a whole number, as text")
-    return Handle(
-        session.session_id, endpoint.host, endpoint.port, ticket, values["prompt_digest"].string_value
-    )
+    return Handle(session.session_id, endpoint.host, endpoint.port, params["ticket"], params["prompt_digest"])
 
 
 async def fetch(handle: Handle) -> State:
