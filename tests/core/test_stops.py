@@ -52,7 +52,7 @@ def record_text(delta: Delta) -> str:
     return "".join(WORDS[i] if t is None else t for i, t in zip(delta.token_ids, own, strict=True))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     tokens=st.lists(st.integers(0, len(WORDS) - 1), max_size=14),
     stops=st.lists(

@@ -97,7 +97,7 @@ steps = st.builds(
 events = st.lists(steps | st.sampled_from(["cancel", "fail", "close"]), max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(outputs=st.integers(1, 3), wants_prompt=st.booleans(), filtered=st.booleans(), script=events)
 def test_no_sequence_of_engine_deltas_makes_an_illegal_stream(
     outputs: int, wants_prompt: bool, filtered: bool, script: list[Step | str]

@@ -340,7 +340,7 @@ def messages(kind: type[Message], depth: int = 0) -> st.SearchStrategy[Any]:
     ],
 )
 @given(data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_any_request_is_accepted_or_refused_by_name(task: str, kind: type[Message], data: Any) -> None:
     """ERR-05: no other end, whatever the message holds; and the message itself stays as it was."""
     request = data.draw(messages(kind))

@@ -58,13 +58,15 @@ class Channel:
         assert number == self.next
         batch = decode(payload)
         message = kv_pb2.KvEventBatch(
-            sequence_number=number,
-            timestamp_unix_nanos=batch.timestamp_ns,
-            data_parallel_rank=self.rank,
-            events=[event_message(event, self._encode) for event in batch.events],
+            sequence_number=number, timestamp_unix_nanos=batch.timestamp_ns, data_parallel_rank=self.rank
         )
-        for event, event_as_sent in zip(batch.events, message.events, strict=True):
-            self._index.apply(event, event_as_sent)
+        for event in batch.events:
+            try:
+                message.events.append(event_message(event, self._encode))
+            except Exception:  # values of a type that the contract has no place for
+                batch.skipped.events += 1
+                continue
+            self._index.apply(event, message.events[-1])
             self._count(event)
         if batch.skipped.payloads or batch.skipped.events:
             log.warning(

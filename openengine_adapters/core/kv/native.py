@@ -108,13 +108,13 @@ def decode(payload: bytes) -> Batch:
     """Decode one payload; one that cannot be decoded is an empty batch, so that its number is no gap."""
     try:
         seconds, events = _unpack(payload)
-        batch = Batch(int(seconds * 1e9))
+        batch = Batch(int(min(max(seconds * 1e9, 0.0), float(_INT63))))
     except Exception:
         return Batch(time.time_ns(), skipped=Skipped(payloads=1))
     for raw in events:
         try:
             _decode_event(raw, batch)
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, LookupError):
             batch.skipped.events += 1
     return batch
 

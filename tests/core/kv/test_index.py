@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from openengine.v1 import kv_pb2
@@ -36,7 +36,6 @@ _history = st.lists(st.lists(_event, max_size=3), min_size=1, max_size=40)
 
 
 @given(_history, st.data())
-@settings(deadline=None)
 def test_a_snapshot_and_what_follows_equal_the_whole_history(history: list[list[Any]], data: Any) -> None:
     cut = data.draw(st.integers(1, len(history)))
     asyncio.run(_check_snapshot(history, cut))

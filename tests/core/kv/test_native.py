@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openengine_adapters.core.kv.channel import Channel
+from openengine_adapters.core.kv.messages import native_hash
 from openengine_adapters.core.kv.native import Cleared, Removed, Skipped, Stored, decode
 from tests.core.kv.publisher import cleared, payload, removed, stored
 
@@ -153,7 +155,10 @@ _kinds = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Ot
         st.builds(
             lambda kind, fields: {**fields, "type": kind},
             _kinds,
-            st.dictionaries(st.sampled_from(_names), _anything),
+            st.dictionaries(st.sampled_from(_names), _anything)
+            | st.fixed_dictionaries(
+                {"block_hashes": st.just([1])}, optional=dict.fromkeys(_names[1:], _anything)
+            ),
         )
         | st.builds(lambda kind, values: [kind, *values], _kinds, st.lists(_anything, max_size=8)),
         max_size=4,
@@ -162,3 +167,33 @@ _kinds = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Ot
 def test_no_event_raises(events: list[Any]) -> None:
     batch = decode(payload(*events))
     assert len(batch.events) + batch.skipped.events + batch.skipped.kinds == len(events)
+    channel = Channel(0, native_hash)
+    channel.apply(0, payload(*events))
+    assert channel.next == 1
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"token_ids": [[]]},
+        {"token_ids": [1.5]},
+        {"token_ids": [True]},
+        {"group_idx": True},
+        {"block_size": 1.0},
+        {"extra_keys": [5]},
+        {"extra_keys": [[{b"key": 1}]]},
+    ],
+    ids=str,
+)
+def test_a_broken_event_leaves_its_neighbours(broken: dict[str, Any]) -> None:
+    """KVE-01: what cannot be told is counted, and the history goes on."""
+    channel = Channel(0, native_hash)
+    channel.apply(0, payload(stored(1), {**stored(2), **broken}, stored(3)))
+    assert (channel.next, channel.stats.stored_blocks, channel.stats.skipped.events) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 1e300])
+def test_an_impossible_time_is_no_end(seconds: float) -> None:
+    channel = Channel(0, native_hash)
+    channel.apply(0, payload(stored(1), at=seconds))
+    assert channel.stats.stored_blocks == 1
