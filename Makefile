@@ -26,8 +26,8 @@ STAGES += $(if $(PAIRS),test-disagg)
 STAGES += $(if $(wildcard tests/engines),test-engines)
 ifneq ($(wildcard conformance/openengine_conformance/__main__.py),)
 STAGES += $(if $(wildcard openengine_adapters/reference/__main__.py),conformance-reference conformance-reference-ranks)
-STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm conformance-vllm-lora)
-STAGES += $(if $(wildcard openengine_adapters/sglang/__main__.py),conformance-sglang)
+STAGES += $(if $(wildcard openengine_adapters/vllm/__main__.py),conformance-vllm conformance-vllm-lora conformance-vllm-ranks)
+STAGES += $(if $(wildcard openengine_adapters/sglang/__main__.py),conformance-sglang conformance-sglang-lora conformance-sglang-ranks)
 STAGES += conformance-tasks-few
 endif
 

@@ -124,7 +124,7 @@ if __name__ == "__main__":
     options.add_argument("--tokens", type=int, default=128)
     options.add_argument("--rounds", type=int, default=5)
     chosen = options.parse_args()
-    os.environ.update(cpu_env.vllm_env())
+    os.environ.update(cpu_env.vllm_env() | cpu_env.UNPAUSED)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import uvloop
 

@@ -22,6 +22,7 @@ import psutil
 
 from benchmarks.beside import cpu_seconds, running
 from openengine.v1 import generate_pb2, inputs_pb2, observability_pb2, service_pb2_grpc
+from tests.support import cpu_env
 from tests.support.server import Server, serving
 
 SMALL_CACHE = ["--num-gpu-blocks-override", "600"]
@@ -92,7 +93,11 @@ def main(rounds: int, requests: int) -> None:
     off, alone, followed = Figures(), Figures(), Figures()
     # vLLM tells how long a step took only when it is asked for details.
     flags = [*SMALL_CACHE, "--served-model-name", "tiny", "--enable-logging-iteration-details"]
-    with serving("vllm", flags=flags) as plain, serving("vllm", flags=[*flags, "--kv-events"]) as events:
+    env = cpu_env.UNPAUSED
+    with (
+        serving("vllm", flags=flags, env=env) as plain,
+        serving("vllm", flags=[*flags, "--kv-events"], env=env) as events,
+    ):
         for server in (plain, events):
             asyncio.run(serve_load(server, Figures(), requests, chance))  # the first load warms up
         for _ in range(rounds):

@@ -52,7 +52,7 @@ def polled(server: Server, figures: Figures) -> Iterator[None]:
 def main(engine: str, rounds: int, streams: int, tokens: int) -> None:
     """Measure both in turn, `rounds` times, and print medians and the ratio."""
     alone, followed = Figures(list), Figures(list)
-    with serving(engine) as server:
+    with serving(engine, env=cpu_env.UNPAUSED) as server:
         serve_streams(server, Figures(list), streams, tokens)  # the first batch warms up
         for _ in range(rounds):
             serve_streams(server, alone, streams, tokens)

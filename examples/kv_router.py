@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from openengine.v1 import generate_pb2, inputs_pb2, kv_pb2
-from openengine_adapters.client import ConnectionLost, EngineError, OpenEngineClient
+from openengine_adapters.client import ClientError, OpenEngineClient
 
 Prompt = list[int]
 
@@ -39,9 +39,9 @@ class Replica:
         self._place: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
 
     async def follow(self) -> None:
-        """Keep up with the cache. After any failure a new snapshot puts everything right again."""
+        """Keep up with the cache. After any failure, a restart too, a new snapshot puts everything right again."""
         while True:
-            with contextlib.suppress(EngineError, ConnectionLost):
+            with contextlib.suppress(ClientError):
                 async with self.client.kv_events(snapshot=True) as batches:
                     async for batch in batches:
                         self._apply(batch)

@@ -206,11 +206,13 @@ class TaskCall:
     """One item of an Embed or Classify call, or one group of a Score call, with what the whole call shares.
 
     `id` as in `GenerateCall`. `place` is the item's or group's path in the request, for refusals: ``inputs[3]``.
-    `media` holds the media of each multimodal input, in order, by its item id.
+    `media` holds the media of each multimodal input, in order, by its item id. `at_once` is how many of a group's
+    candidates may be in the engine together.
     """
 
     id: str
     place: str = ""
+    at_once: int = 1
     priority: int | None = None
     lora: Lora | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from openengine.v1 import kv_pb2
 
-# A hash may be in several media and cache groups at once, and several times in each.
-_Key: TypeAlias = tuple[bytes, int, int]
+# A block may be in several media and cache groups at once, and several times in each.
+_Place: TypeAlias = tuple[int, int]
 
 
 class RankView:
@@ -23,7 +23,7 @@ class RankView:
         self.removed = 0
         self.cleared = 0
         self.lag: float | None = None  # seconds from the last batch's timestamp to its arrival
-        self._copies: Counter[_Key] = Counter()
+        self._copies: dict[bytes, Counter[_Place]] = {}
         self._parent: dict[bytes, bytes] = {}
 
     def apply(self, batch: kv_pb2.KvEventBatch) -> None:
@@ -48,11 +48,11 @@ class RankView:
     @property
     def blocks(self) -> int:
         """Distinct blocks in the cache."""
-        return len({key[0] for key in self._copies})
+        return len(self._copies)
 
     def chains(self) -> tuple[int, int]:
         """Return how many prefixes end somewhere, and the blocks of the longest one."""
-        present = {key[0] for key in self._copies}
+        present = self._copies.keys()
         parents = {self._parent.get(block) for block in present}
         depths: dict[bytes, int] = {}
         for block in present:
@@ -71,18 +71,22 @@ class RankView:
     def _store(self, event: kv_pb2.BlockStored) -> None:
         parent = event.parent_block_hash.value if event.HasField("parent_block_hash") else None
         for block in event.block_hashes:
-            self._copies[block.value, event.medium, event.group_idx] += 1
+            self._copies.setdefault(block.value, Counter())[event.medium, event.group_idx] += 1
             if parent is not None:
                 self._parent[block.value] = parent
             parent = block.value
         self.stored += len(event.block_hashes)
 
     def _remove(self, event: kv_pb2.BlockRemoved) -> None:
+        place = event.medium, event.group_idx
         for block in event.block_hashes:
-            key = block.value, event.medium, event.group_idx
-            self._copies[key] -= 1
-            if self._copies[key] <= 0:
-                del self._copies[key]
+            copies = self._copies.get(block.value, Counter())
+            copies[place] -= 1
+            if copies[place] <= 0:
+                del copies[place]
+            if not copies:
+                self._copies.pop(block.value, None)
+                self._parent.pop(block.value, None)
         self.removed += len(event.block_hashes)
 
 

@@ -149,6 +149,7 @@ class Tasks:
                 async with self._loras.use(context.lora_name) as lora:
                     call = TaskCall(
                         id=active.call_id,
+                        at_once=self._at_once,
                         priority=context.priority if context.HasField("priority") else None,
                         lora=lora,
                         trace_headers=trace_headers,

@@ -29,9 +29,6 @@ _SIMILARITY = tasks_pb2.TASK_VALUE_SEMANTICS_SIMILARITY
 _NONE = tasks_pb2.SCORE_NORMALIZATION_NONE
 _SOFTMAX = tasks_pb2.SCORE_NORMALIZATION_SOFTMAX
 
-CANDIDATES_AT_ONCE = 512
-"""Candidates of one group that are in the engine at once."""
-
 Values = Sequence[float]
 
 
@@ -121,7 +118,7 @@ class SglangTasks:
                 tensor.values = [math.exp(value) for value in tensor.values]
             return tensor
 
-        tensors = await run_batch(group.candidates, one, CANDIDATES_AT_ONCE)
+        tensors = await run_batch(group.candidates, one, call.at_once)
         # Several labels have no common direction; the one probability does.
         direction = True if len(labels) == 1 else None
         return GroupScores(tensors, semantics, _SOFTMAX if softmax else _NONE, direction)
@@ -139,7 +136,7 @@ class SglangTasks:
             tensor.values = meant(tensor.values, self._config.head, wanted)
             return tensor
 
-        tensors = await run_batch(group.candidates, one, CANDIDATES_AT_ONCE)
+        tensors = await run_batch(group.candidates, one, call.at_once)
         return GroupScores(tensors, semantics, _NONE, higher_is_better=True)
 
     async def _score_prompts(
@@ -159,7 +156,7 @@ class SglangTasks:
             tensor.values, tensor.shape = _softmax(tensor.values)[:1], (1,)
             return tensor
 
-        tensors = await run_batch(group.candidates, one, CANDIDATES_AT_ONCE)
+        tensors = await run_batch(group.candidates, one, call.at_once)
         return GroupScores(tensors, _RELEVANCE, _NONE, higher_is_better=True)
 
     async def _score_similarity(self, call: TaskCall, group: tasks_pb2.ScoreGroup) -> GroupScores:
@@ -169,7 +166,7 @@ class SglangTasks:
             place = f"{call.place}.candidates[{index - 1}]" if index else f"{call.place}.query"
             return await self._pool(_Piece(call, call.part_id(index), place), item)
 
-        query, *tensors = await run_batch([group.query, *group.candidates], one, CANDIDATES_AT_ONCE)
+        query, *tensors = await run_batch([group.query, *group.candidates], one, call.at_once)
         for tensor in tensors:
             tensor.values = [_cosine(query.values, tensor.values)]
             tensor.shape = (1,)

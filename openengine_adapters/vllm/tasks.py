@@ -35,9 +35,6 @@ _SIMILARITY = tasks_pb2.TASK_VALUE_SEMANTICS_SIMILARITY
 _NONE = tasks_pb2.SCORE_NORMALIZATION_NONE
 _SOFTMAX = tasks_pb2.SCORE_NORMALIZATION_SOFTMAX
 
-CANDIDATES_AT_ONCE = 512
-"""Candidates of one group that are in the engine at once."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -155,7 +152,7 @@ class VllmTasks:
                 values = logprobs if semantics == _LOG_PROBABILITIES else logprobs.exp()
             return _tensor(output, values)
 
-        tensors = await run_batch(group.candidates, one, CANDIDATES_AT_ONCE)
+        tensors = await run_batch(group.candidates, one, call.at_once)
         # Several labels have no common direction; the one probability does.
         direction = True if len(labels) == 1 else None
         return GroupScores(tensors, semantics, _SOFTMAX if softmax else _NONE, direction)
@@ -177,7 +174,7 @@ class VllmTasks:
             output = await self._pool(piece, prompt, params)
             return _tensor(output, output.outputs.data)
 
-        tensors = await run_batch(group.candidates, one, CANDIDATES_AT_ONCE)
+        tensors = await run_batch(group.candidates, one, call.at_once)
         return GroupScores(tensors, semantics, _NONE, higher_is_better=True)
 
     async def _score_similarity(self, call: TaskCall, group: tasks_pb2.ScoreGroup) -> GroupScores:
@@ -189,7 +186,7 @@ class VllmTasks:
             params = PoolingParams(task="embed", use_activation=False)
             return await self._pool(piece, await self._input(piece, item), params)
 
-        query, *candidates = await run_batch([group.query, *group.candidates], one, CANDIDATES_AT_ONCE)
+        query, *candidates = await run_batch([group.query, *group.candidates], one, call.at_once)
         tensors = []
         for output in candidates:
             cosine = torch.cosine_similarity(query.outputs.data.double(), output.outputs.data.double(), dim=0)

@@ -32,7 +32,8 @@ def _lora(engine: str) -> tuple[list[str], list[str]]:
 def _ranks(engine: str) -> tuple[list[str], list[str]]:
     """The flags of the server and the options of the suite."""
     flag = "--dp-size" if engine == "sglang" else "--data-parallel-size"
-    return [flag, "2", "--kv-events"], ["--profile", "kv", "--profile", "observability"]
+    flags = [flag, "2", "--kv-events", *([] if engine == "reference" else ["--kv-source", "both"])]
+    return flags, ["--profile", "kv", "--profile", "observability"]
 
 
 KINDS = {"lora": _lora, "ranks": _ranks}
@@ -47,9 +48,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     engine, *options = arguments
-    name, flags = engine, list[str]()
-    # On two cores a vLLM worker that polls leaves the suite itself without one, for as long as an output takes.
-    env = cpu_env.resting_env() if engine == "vllm" else dict[str, str]()
+    name, flags, env = engine, list[str](), dict[str, str]()
     if options and options[0] in KINDS:
         name = f"{engine}-{options[0]}"
         flags, chosen = KINDS[options[0]](engine)
@@ -58,7 +57,7 @@ def main(arguments: list[str]) -> int:
     REPORTS.mkdir(parents=True, exist_ok=True)
     reports = (("--json", "json"), ("--html", "html"), ("--junit", "xml"))
     files = [word for option, kind in reports for word in (option, str(REPORTS / f"{name}.{kind}"))]
-    suite = [executable("reference", "openengine-conformance"), *files, *options]
+    suite = [executable("reference", "openengine-conformance"), *files, "--include-drain", *options]
     try:
         with serving(engine, flags=flags, env=env) as server:
             return subprocess.run([*suite, "--target", server.target], check=False).returncode

@@ -84,6 +84,7 @@ def test_a_view_follows_stores_and_removals() -> None:
     view.apply(batch(3, removed(1, 2, 4)))
     assert (view.blocks, view.chains()) == (0, (0, 0))
     assert (view.stored, view.removed, view.sequence_number) == (4, 4, 3)
+    assert not view._parent, "what has left is remembered"
 
 
 def test_a_block_stored_twice_goes_with_its_last_copy() -> None:

@@ -184,6 +184,8 @@ async def test_large_batches_enter_the_engine_bit_by_bit() -> None:
         response = await soon(served.stub.Embed(a_request("Embed", 40)))
         assert [output.item_id for output in response.outputs] == [f"i{n}" for n in range(40)]
         assert engine_of(served).most == 6
+        await soon(served.stub.Score(a_request("Score")))
+        assert engine_of(served).seen[-1].at_once == 6, "of a group's candidates"
 
 
 async def test_media_of_items_reach_the_engine(tasks: Served) -> None:

@@ -15,7 +15,7 @@ CLIENTS, PAUSE_S = 4, 0.5
 async def test_a_rolling_restart_under_load_loses_no_accepted_request(engine: str) -> None:
     """DRAIN-02, DRAIN-05, GEN-05: each replica ends with status 0, and every answer that began is whole."""
     flags = cpu_env.flags(engine, cpu_env.TINY_LLAMA)
-    env = cpu_env.env(engine) | (cpu_env.resting_env() if engine == "vllm" else {})
+    env = cpu_env.env(engine)
     replicas = [Server(engine, flags, env) for _ in range(2)]
     with restarts.stopping(replicas):
         for replica in replicas:

@@ -31,6 +31,7 @@ ENGINES: Final = ("vllm", "sglang")
 
 SGLANG_STAND_INS: Final = Path(__file__).resolve().parent / "sglang_cpu"
 VLLM_PLUGIN: Final = Path(__file__).resolve().parent / "vllm_cpu"
+NIXL_PLUGIN: Final = Path(__file__).resolve().parent / "vllm_nixl"
 
 # No engine may look for models or send statistics over the network.
 _COMMON_ENV: Final[Mapping[str, str]] = {
@@ -58,14 +59,19 @@ def model(name: str) -> Path:
     return folder
 
 
+UNPAUSED: Final = {"VLLM_PLUGINS": ""}
+"""What a measurement needs besides, so that vLLM's workers do not sleep between steps."""
+
+
 def vllm_env() -> dict[str, str]:
     """What vLLM needs in its environment here, to be laid over `os.environ`.
 
     Unbound threads and one OpenMP thread each: with vLLM's own binding, processes that share a core spin
-    against each other and a token takes seconds.
+    against each other and a token takes seconds. And a plugin of ours, which has its workers sleep between steps.
     """
     return {
         **_COMMON_ENV,
+        "PYTHONPATH": _python_path(VLLM_PLUGIN),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -139,13 +145,13 @@ def lora_flags(engine: str) -> list[str]:
 def vision_env() -> dict[str, str]:
     """What a vLLM server with a model that sees needs besides: torchvision, which needs its stand-in (venv.sh)."""
     vision = SGLANG_STAND_INS.parents[2] / ".venv" / "vllm" / "vision"
-    return {"PYTHONPATH": _python_path(VLLM_PLUGIN, SGLANG_STAND_INS, vision)}
+    return {"PYTHONPATH": _python_path(VLLM_PLUGIN, NIXL_PLUGIN, SGLANG_STAND_INS, vision)}
 
 
-def resting_env() -> dict[str, str]:
-    """What vLLM needs besides where others want the cores too: a plugin of ours has its workers sleep between steps."""
+def nixl_env() -> dict[str, str]:
+    """What vLLM's prefill and decode servers need besides: a plugin of ours has NIXL sleep while nothing arrives."""
     return {
-        "PYTHONPATH": _python_path(VLLM_PLUGIN),
+        "PYTHONPATH": _python_path(VLLM_PLUGIN, NIXL_PLUGIN),
         "UCX_RCACHE_MAX_UNRELEASED": "1024",  # vLLM's own value, which it sets unless NIXL is imported before
     }
 

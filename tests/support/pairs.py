@@ -22,7 +22,7 @@ def vllm_side(connector: str, role: str, **extra: Any) -> Side:
     config: dict[str, Any] = {"kv_connector": connector, "kv_role": role}
     if extra:
         config["kv_connector_extra_config"] = extra
-    return ["--kv-transfer-config", json.dumps(config), *BLOCKS], cpu_env.resting_env()
+    return ["--kv-transfer-config", json.dumps(config), *BLOCKS], cpu_env.nixl_env()
 
 
 def vllm_pair(connector: str = "NixlConnector", **extra: Any) -> tuple[Side, Side]:

@@ -148,3 +148,8 @@ def _(response: Any) -> Any:
 def _(request: Any) -> None:
     if request.kv.HasField("session"):
         request.kv.ClearField("data_parallel_rank")
+
+
+@status_of(_G, "garbage_is_internal", "PD-07", "Garbage in a session is INTERNAL.", settings=_PREFILL)
+def _(code: grpc.StatusCode) -> grpc.StatusCode:
+    return grpc.StatusCode.INTERNAL if code is grpc.StatusCode.INVALID_ARGUMENT else code

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import grpc
+
 from openengine_adapters.reference.mutants.seams import Tamper, request_of, response_of, tampers
 
 _SOURCES, _EVENTS = "GetKvEventSources", "SubscribeKvEvents"
@@ -89,3 +91,12 @@ def _(response: Any) -> None:
             if event.HasField(name):
                 for value in getattr(event, name).block_hashes:
                     value.value = value.value[:-1]
+
+
+@tampers(
+    _EVENTS, "off_without_a_way", "KVE-06", "The refusal does not say how KV events come on.",
+    settings={"kv_events": False},
+)  # fmt: skip
+class _OffWithoutAWay(Tamper):
+    def refusal(self, code: grpc.StatusCode, details: str) -> tuple[grpc.StatusCode, str]:
+        return code, "not here"

@@ -80,11 +80,11 @@ async def places_are_counted_and_kept_in_order(sight: Sight) -> None:
     assert forward.usage.prompt_tokens == none.usage.prompt_tokens + 2 * (sight.tokens - 1)
 
 
-async def a_uuid_names_the_content(sight: Sight) -> None:
-    """The second time an engine may take what it has under this name; the output is the same."""
-    for _ in range(2):
-        answer = await sight.look([Item(raw_bytes=PICTURES[1], uuid="picture-two")])
-        assert answer.first.ids == sight.expected[1]["ids"]
+async def a_uuid_names_the_content(sight: Sight, *, reused: bool) -> None:
+    """What came first under a name is `reused` for other content under that name; or the name means nothing."""
+    for picture, seen in ((1, 1), (0, 1 if reused else 0)):
+        answer = await sight.look([Item(raw_bytes=PICTURES[picture], uuid="picture-two")])
+        assert answer.first.ids == sight.expected[seen]["ids"]
 
 
 async def media_that_are_refused(sight: Sight) -> None:

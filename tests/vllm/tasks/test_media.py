@@ -27,7 +27,7 @@ async def test_generate(reference: Reference, tmp_path: Path) -> None:
             sight = Sight(wire, SEEING_PROMPT, "<image>", 16, reference["see"])
             await looking.the_output_depends_on_the_image(sight)
             await looking.places_are_counted_and_kept_in_order(sight)
-            await looking.a_uuid_names_the_content(sight)
+            await looking.a_uuid_names_the_content(sight, reused=True)
             await looking.media_that_are_refused(sight)
             await looking.urls_are_fetched_from_allowed_hosts_alone(sight, allowed, other)
             await looking.the_client_sends_images(sight, "vllm", tmp_path)
