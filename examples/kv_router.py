@@ -32,6 +32,7 @@ class Replica:
     def __init__(self, client: OpenEngineClient) -> None:
         self.client = client
         self.busy = 0
+        self.served = 0
         self.synchronised = asyncio.Event()
         self._block_size = 0
         self._copies: Counter[bytes] = Counter()  # an engine may hold a block several times
@@ -87,8 +88,10 @@ class Replica:
 
 
 def by_prefix(replicas: list[Replica]) -> Callable[[Prompt], Replica]:
-    """The server with the longest cached prefix; among equals the one with least to do."""
-    return lambda prompt: max(replicas, key=lambda replica: (replica.cached(prompt), -replica.busy))
+    """The server with the longest cached prefix; among equals the one with least to do, then with least done so far."""
+    return lambda prompt: max(
+        replicas, key=lambda replica: (replica.cached(prompt), -replica.busy, -replica.served)
+    )
 
 
 def round_robin(replicas: list[Replica]) -> Callable[[Prompt], Replica]:
@@ -108,7 +111,7 @@ def workload(documents: int, questions: int, length: int, seed: int) -> list[Pro
     return prompts
 
 
-async def hit_rate(route: Callable[[Prompt], Replica], prompts: list[Prompt], at_once: int = 2) -> float:
+async def hit_rate(route: Callable[[Prompt], Replica], prompts: list[Prompt], at_once: int) -> float:
     """Serve the prompts and return which share of their tokens came from a cache, as the engines count it."""
     slots = asyncio.Semaphore(at_once)
     total = cached = 0
@@ -128,6 +131,7 @@ async def hit_rate(route: Callable[[Prompt], Replica], prompts: list[Prompt], at
                 usage = (await generation.collect()).usage
             assert usage is not None
             replica.busy -= 1
+            replica.served += 1
             total += usage.prompt_tokens
             cached += usage.cached_prompt_tokens
 
@@ -135,7 +139,9 @@ async def hit_rate(route: Callable[[Prompt], Replica], prompts: list[Prompt], at
     return cached / total
 
 
-async def compare(targets: list[str], documents: int, questions: int, length: int) -> tuple[float, float]:
+async def compare(
+    targets: list[str], documents: int, questions: int, length: int, at_once: int
+) -> tuple[float, float]:
     """The hit rates of round robin and of routing by prefix, on documents of their own each."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [
@@ -146,8 +152,9 @@ async def compare(targets: list[str], documents: int, questions: int, length: in
         try:
             async with asyncio.timeout(30):
                 await asyncio.gather(*(replica.synchronised.wait() for replica in replicas))
-            blind = await hit_rate(round_robin(replicas), workload(documents, questions, length, seed=1))
-            informed = await hit_rate(by_prefix(replicas), workload(documents, questions, length, seed=2))
+            first, second = (workload(documents, questions, length, seed) for seed in (1, 2))
+            blind = await hit_rate(round_robin(replicas), first, at_once)
+            informed = await hit_rate(by_prefix(replicas), second, at_once)
         finally:
             for task in following:
                 task.cancel()
@@ -164,8 +171,8 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--questions", type=int, default=10, help="questions about each document")
     parser.add_argument("--length", type=int, default=320, help="tokens of a document")
-    chosen = parser.parse_args()
-    blind, informed = asyncio.run(compare(chosen.targets, chosen.documents, chosen.questions, chosen.length))
+    parser.add_argument("--at-once", type=int, default=2, help="requests that run at the same time")
+    blind, informed = asyncio.run(compare(**vars(parser.parse_args())))
     print(f"round robin      {blind:6.1%} of prompt tokens from the cache")
     print(f"longest prefix   {informed:6.1%} of prompt tokens from the cache")
 
