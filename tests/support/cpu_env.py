@@ -142,10 +142,13 @@ def lora_flags(engine: str) -> list[str]:
     ]
 
 
-def vision_env() -> dict[str, str]:
-    """What a vLLM server with a model that sees needs besides: torchvision, which needs its stand-in (venv.sh)."""
+def vision_env(*plugins: Path) -> dict[str, str]:
+    """What a vLLM server with a model that sees needs besides: torchvision, which needs its stand-in (venv.sh).
+
+    `plugins` are what its own environment has on the path beside ours, which this replaces.
+    """
     vision = SGLANG_STAND_INS.parents[2] / ".venv" / "vllm" / "vision"
-    return {"PYTHONPATH": _python_path(VLLM_PLUGIN, NIXL_PLUGIN, SGLANG_STAND_INS, vision)}
+    return {"PYTHONPATH": _python_path(VLLM_PLUGIN, *plugins, SGLANG_STAND_INS, vision)}
 
 
 def nixl_env() -> dict[str, str]:

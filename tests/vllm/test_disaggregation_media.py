@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from openengine.v1 import generate_pb2
-from tests.support.cpu_env import vision_env
+from tests.support.cpu_env import NIXL_PLUGIN, vision_env
 from tests.support.pair import FLOAT32, SCORED, Pair, started
 from tests.support.pairs import vllm_pair
 from tests.support.tasks.asking import close
@@ -33,7 +33,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
 async def pair(reference: Reference) -> AsyncIterator[Pair]:
     """A pair on the tiny LLaVA; NIXL pulls."""
     model(LLAVA)
-    sides = [([*flags, *FLOAT32], {**env, **vision_env()}) for flags, env in vllm_pair()]
+    sides = [([*flags, *FLOAT32], {**env, **vision_env(NIXL_PLUGIN)}) for flags, env in vllm_pair()]
     async with started("vllm", *sides, model=LLAVA) as two:
         yield two
 

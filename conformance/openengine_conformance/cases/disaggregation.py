@@ -245,7 +245,7 @@ async def hand_over(ctx: Context) -> None:
     exclusive=True,
 )
 async def equals_aggregated(ctx: Context) -> None:
-    # A model may write the same after another prompt by chance; after two others it does not.
+    # One that starts over may write the same after one prompt by chance; after two it does not.
     async with _decoder(ctx) as decoder, ctx.connect(ctx.options.aggregated) as plain:
         offer = await plain.discover("")
         for prompt in (ctx.unique_prompt(40), ctx.unique_prompt(40)):

@@ -108,7 +108,7 @@ def decode(payload: bytes) -> Batch:
     """Decode one payload; one that cannot be decoded is an empty batch, so that its number is no gap."""
     try:
         seconds, events = _unpack(payload)
-        batch = Batch(int(min(max(seconds * 1e9, 0.0), float(_INT63))))
+        batch = Batch(int(min(max(seconds * 1e9, 0), _INT63)))
     except Exception:
         return Batch(time.time_ns(), skipped=Skipped(payloads=1))
     for raw in events:
